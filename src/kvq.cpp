@@ -8,6 +8,7 @@
 #include <kvq/attention/selection-inl.hpp>
 #include <kvq/cache/cache-inl.hpp>
 #include <kvq/cache/chunk-inl.hpp>
+#include <kvq/cache/key_plan-inl.hpp>
 #include <kvq/cache/layers-inl.hpp>
 #include <kvq/cache/page_list-inl.hpp>
 #include <kvq/cache/page_stock-inl.hpp>

@@ -28,6 +28,10 @@ inline kvq::cache_options options_of(const cache_settings& settings) {
     options.recent = settings.recent;
     options.page_tokens = settings.page_tokens;
     options.rollback = settings.rollback;
+    if (settings.plan_tokens > 0) {
+        options.statistics = kvq::key_statistics::own;
+        options.statistics_tokens = settings.plan_tokens;
+    }
     return options;
 }
 

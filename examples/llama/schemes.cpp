@@ -99,6 +99,9 @@ std::string parse_name(std::string_view text, scheme_choice& choice) {
         const std::string_view suffix = text.substr(begin, end == std::string_view::npos ? end : end - begin);
         if (suffix == "stats") {
             choice.use_statistics = true;
+        } else if (suffix.starts_with("own")) {
+            choice.settings.plan_tokens =
+                suffix == "own" ? self_calibration_tokens : parse_count(suffix.substr(3), choice.label);
         } else if (suffix.starts_with("self")) {
             choice.own_statistics =
                 suffix == "self" ? self_calibration_tokens : parse_count(suffix.substr(4), choice.label);
@@ -111,9 +114,10 @@ std::string parse_name(std::string_view text, scheme_choice& choice) {
         } else if (suffix.starts_with('r')) {
             choice.settings.recent = parse_count(suffix.substr(1), choice.label);
         } else {
-            throw std::invalid_argument("\"" + choice.label +
-                                        "\": expected +s4 (sinks), +r32 (recent), +stats or +self, not +" +
-                                        std::string(suffix));
+            throw std::invalid_argument(
+                "\"" + choice.label +
+                "\": expected +s4 (sinks), +r32 (recent), +own, +stats or +self, not +" +
+                std::string(suffix));
         }
     }
     return name;
@@ -189,8 +193,10 @@ scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults
     if (slash != std::string_view::npos) {
         choice.value_name = parse_name(text.substr(slash + 1), choice);
     }
-    if (choice.use_statistics && choice.own_statistics > 0) {
-        throw std::invalid_argument("\"" + choice.label + "\": +stats or +self, not both");
+    if ((choice.use_statistics ? 1 : 0) + (choice.own_statistics > 0 ? 1 : 0) +
+            (choice.settings.plan_tokens > 0 ? 1 : 0) >
+        1) {
+        throw std::invalid_argument("\"" + choice.label + "\": one of +own, +stats and +self");
     }
     if (slash != std::string_view::npos || choice.key_name != reference_name) {
         choice.formats = {find(choice.key_name, kvq::tensor::key, nullptr),

@@ -19,6 +19,8 @@ struct cache_settings {
     int sinks = 0;
     int recent = 0;
     int page_tokens = kvq::default_page_tokens;
+    // First tokens of a sequence of whose keys it makes a plan, as presets do; 0: even widths.
+    int plan_tokens = 0;
     // Tokens that a trim can take back where layers have windows.
     int rollback = kvq::cache_options{}.rollback;
 };
@@ -45,8 +47,9 @@ struct scheme_choice {
 };
 
 // The name of a format, or of one for keys and one for values: "kivi-2-g64/int8". Suffixes: "+s4" (sinks) and
-// "+r32" (recent) if they differ from the defaults, "+stats" for statistics of a text, and "+self" or
-// "+self64" for those of the first 512 or 64 tokens of the sequence itself.
+// "+r32" (recent) if they differ from the defaults, "+own" or "+own64" for plans of the keys of the first 512 or
+// 64 tokens of each sequence, which presets have, "+self" or "+self64" for keys and queries of these, and
+// "+stats" for statistics of a text.
 // Throws std::invalid_argument for a name that does not exist; the message lists the most similar names.
 scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults);
 

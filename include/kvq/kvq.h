@@ -405,6 +405,12 @@ typedef struct kvq_state_part {
     int32_t snapshot;  // KVQ_SNAPSHOT_EXACT, ...
 } kvq_state_part;
 
+/// A plan of channel widths for keys: whose keys say which channels get how many bits.
+typedef enum kvq_key_statistics {
+    KVQ_OWN_STATISTICS = 0,    // each sequence's own first tokens; forks and prefix hits inherit the plan
+    KVQ_SHARED_STATISTICS = 1  // those of the first sequence that has enough: one plan for the cache
+} kvq_key_statistics;
+
 typedef struct kvq_cache_options {
     size_t size;
     int32_t layers, kv_heads, head_dim;
@@ -420,9 +426,10 @@ typedef struct kvq_cache_options {
     size_t byte_budget;   // for all pages; 0: none
     /// NULL, or [layers]. Names that `keys` and `values` do not list are added to them.
     const kvq_layer_formats* layer_formats;
-    const kvq_rotary* rotary;          // NULL: keys cannot move
-    int32_t rotary_count;              // 1: for all layers; or `layers`
-    int32_t reserved;                  // 0
+    const kvq_rotary* rotary;  // NULL: keys cannot move
+    int32_t rotary_count;      // 1: for all layers; or `layers`
+    // for keys whose format takes a plan and was made without statistics: kvq_key_statistics; KVQ_NONE
+    int32_t key_statistics;
     const kvq_statistics* statistics;  // NULL, or for all keys whose format takes them
     const kvq_allocator* allocator;    // NULL: the heap. Functions and `user` are kept; must be thread-safe
     // 1: byte_budget is allocated when the cache is made; pages take multiples of 64 bytes of it
@@ -435,6 +442,8 @@ typedef struct kvq_cache_options {
     int32_t state_part_count;
     int32_t snapshot_every;       // tokens from one snapshot to the next; 0: none along the way
     int32_t snapshot_prompt_end;  // one at the end of a prompt; 0: 1; KVQ_NONE
+    int32_t statistics_tokens;    // first tokens that make a plan, 16 bit until then; 0: 512; at least 64
+    int32_t reserved;             // 0
 } kvq_cache_options;
 
 /// Takes no memory for pages yet, unless `preallocate` is 1. KVQ_ERROR_ARGUMENT for an impossible size, an
@@ -635,7 +644,8 @@ typedef struct kvq_usage {
 KVQ_API kvq_status kvq_sequence_get_usage(const kvq_sequence* sequence, kvq_usage* usage);
 
 /// The pages of a layer in the order of their tokens, to read them; valid until the sequence changes. Writes
-/// at most `capacity` entries; count gets the number of all. pages may be NULL if capacity is 0.
+/// at most `capacity` entries; count gets the number of all. pages may be NULL if capacity is 0. Keys with
+/// a plan of their own are refused: key_statistics is KVQ_NONE then.
 KVQ_API kvq_status kvq_sequence_get_pages(const kvq_sequence* sequence, int32_t layer, kvq_page* pages,
                                           int32_t capacity, int32_t* count);
 

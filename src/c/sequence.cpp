@@ -266,6 +266,10 @@ kvq_status kvq_sequence_get_pages(const kvq_sequence* sequence, int32_t layer, k
         place(count, "count") = all.entries();
         for (int i = 0; i < all.entries() && i < capacity; ++i) {
             const kvq::layer_pages::entry e = all.at(i);
+            expect(!e.keys->plan, KVQ_ERROR_ARGUMENT, "keys from token ", e.first_token, " on of layer ",
+                   layer,
+                   " have a plan of their own, without which nothing reads them: key_statistics is KVQ_NONE "
+                   "for caches whose pages are read elsewhere");
             pages[i] = {e.keys->data(),   e.values->data(), e.keys->format, e.values->format, e.keys->tokens,
                         e.values->tokens, e.skip,           e.tokens,       e.shift};
         }

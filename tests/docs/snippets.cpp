@@ -401,15 +401,23 @@ void presets(kvq::cache_shape shape, int layer, tokens_in k, tokens_in q) {
     kvq::cache measured(shape, options);
 }
 
+void default_statistics(kvq::cache_shape shape) {
+    kvq::cache by_default(shape, kvq::preset("mix4"));
+    auto options = kvq::preset("mix4");
+    options.statistics = kvq::key_statistics::shared;
+    options.statistics_tokens = 256;
+    options.statistics = kvq::key_statistics::off;
+}
+
 void self_calibration(kvq::cache_shape shape, int steps, tokens_in k, tokens_in v, tokens_in q,
                       kvq::token_view<float> out) {
-    auto options = kvq::preset_options(kvq::make_formats<kvq::mix4>());
+    auto options = kvq::preset_options(kvq::make_formats<kvq::low2>());
     options.keys = kvq::make_format<kvq::simd<>>(kvq::full<kvq::float16>{});
     kvq::cache cache(shape, options);
     auto sequence = cache.new_sequence();
     kvq::self_calibration own(cache, 512);
     const auto make = [](const kvq::calibration& statistics) {
-        return kvq::make_format<kvq::simd<>>(kvq::mix4::keys(statistics));
+        return kvq::make_format<kvq::simd<>>(kvq::low2::keys(statistics));
     };
     for (int step = 0; step < steps; ++step) {
         for (int layer = 0; layer < shape.layers; ++layer) {

@@ -37,7 +37,7 @@ ALLOWED = {
     "format/latent": CODES | FORMAT,
     "format/planes": CODES | FORMAT,
     "format/builtin_format": FORMAT,
-    "page": BASE | {"core"},
+    "page": BASE | {"core", "format/format"},
     "state": BASE | {"core", "page"},
     "cpu": CODES,
     "cpu/arch": BASE | {"core"},

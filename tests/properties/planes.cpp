@@ -134,7 +134,7 @@ TEST_CASE("a step down to the upper plane frees the lower one where it lies; for
     };
     each([&](const kvq::page& p) {
         before.push_back(&p);
-        lower += p.lower_bytes;
+        lower += p.lower_bytes();
     });
     REQUIRE(lower > 0);
     const std::size_t full = cache.bytes_in_use(), used = sequence.usage().bytes;

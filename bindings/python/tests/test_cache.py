@@ -336,6 +336,26 @@ class Formats(Base):
         with self.assertRaises(kvq.Error):
             kvq.Statistics.from_bytes(data[:-3])
 
+    def test_statistics_by_default(self):
+        """A plan of the own first tokens: 16 bit before, less error than even widths behind it."""
+        scale = np.where(np.arange(D) % 8 == 0, 16.0, 1.0).astype(np.float32)
+        k, v = [self.tensor(300) * scale, self.tensor(300)]
+        errors = {}
+        for statistics in ("own", "shared", None):
+            cache = self.cache("low2", layers=1, statistics=statistics, statistics_tokens=128)
+            s = cache.new_sequence()
+            s.append(0, k[:120], v[:120])
+            self.assertEqual(s.usage().quantized > 0, statistics is None)
+            s.append(0, k[120:], v[120:])
+            errors[statistics] = float(np.square(self.keys(s) - k).sum())
+            if statistics == "own":
+                back = cache.from_bytes(s.to_bytes())
+                np.testing.assert_array_equal(self.keys(back), self.keys(s))
+        self.assertLess(errors["own"], 0.5 * errors[None])
+        self.assertEqual(errors["own"], errors["shared"])
+        with self.assertRaisesRegex(kvq.ArgumentError, "statistics is 'mine'"):
+            self.cache("low2", statistics="mine")
+
     def test_statistics_of_a_sequence(self):
         """Those of the keys that it holds."""
         cache, added, own = self.cache("fp32", window="fp32"), [], []

@@ -371,16 +371,18 @@ private:
             for (int i = 0; i < rows.n; ++i) score[i] = max[i] + std::log2(sum[i]);
         } else {
             // The headers of pages are not read here.
-            const int format = choice.formats[e].index;
+            const int index = choice.formats[e].index;
+            const format& of = *choice.formats[e].of;
             const block_shape shape{tensor::key, choice.formats[e].tokens, plan.dim};
-            const bound_product product = product_of(keys, format, shape, rows, s.key_spaces);
+            const bound_product product = product_of(of, index, shape, rows, s.key_spaces);
             // Format 0 is the window's: queries without a transform.
-            const int space = product.functions.estimates_first ? 0 : format;
+            const bool plain = product.functions.estimates_first;
             product.functions.estimate_scores(
-                keys[format].scheme(), shape, {layer, rows.head},
+                of.scheme(), shape, {layer, rows.head},
                 pages.data(p) + product.space.block_bytes * static_cast<std::size_t>(rows.head),
-                queries_for(rows, entry.shift, space, s), plan.dim, rows.n, entry.skip,
-                entry.skip + entry.tokens, page_choice::spread, score, distance(p, *next.keys), s.estimate);
+                queries_for(rows, entry.shift, plain ? 0 : index, plain ? keys[0] : of, s), plan.dim, rows.n,
+                entry.skip, entry.skip + entry.tokens, page_choice::spread, score, distance(p, *next.keys),
+                s.estimate);
             if (mods.changes_scores())
                 for (int i = 0; i < rows.n; ++i) {
                     const int row = rows.first + i;

@@ -140,7 +140,7 @@ public:
             });
         if (selects_) {
             for (int i = 0; i < count_; ++i)
-                if (const attention of = job(i); of.choice.selection) of.choice.read_formats(of.pages);
+                if (const attention of = job(i); of.choice.selection) of.choice.read_formats(keys_, of.pages);
             each_task([](const attention& of, int task, const scratch& s, const place&) {
                 if (of.choice.selection) of.rank(task, s);
             });

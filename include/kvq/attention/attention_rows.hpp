@@ -59,8 +59,10 @@ struct attention_rows {
         }
     }
 
-    /// The queries for a page whose keys moved by `shift`, transformed as its format wants.
-    const float* queries_for(const row_block& rows, std::int64_t shift, int format, const scratch& s) const {
+    /// The queries for a page whose keys moved by `shift`, transformed as its format wants: that of number
+    /// `index`, or one with a plan of the page.
+    const float* queries_for(const row_block& rows, std::int64_t shift, int index, const format& of,
+                             const scratch& s) const {
         const auto size = static_cast<std::size_t>(rows.n) * static_cast<std::size_t>(plan.dim);
         if (!rotate) shift = 0;
         if (shift != s.shifts->begun) {
@@ -70,11 +72,20 @@ struct attention_rows {
         if (shift != 0 && shift != s.shifts->moved) {
             for (std::size_t i = 0; i < size; ++i) s.moved[i] = s.query[i];
             (*rotate)(s.moved, rows.n, plan.dim, -shift);
-            transform_queries(rows.head, rows.n, s.moved, s.moved + size);
+            for (int i = 0; i < keys.size(); ++i) s.key_spaces[i].turned[1] = nullptr;
             s.shifts->moved = shift;
         }
-        if (!keys[format].functions().transforms) return shift == 0 ? s.query : s.moved;
-        return (shift == 0 ? s.turned : s.moved + size) + keys.transforming_before(format) * size;
+        const float* const plain = shift == 0 ? s.query : s.moved;
+        if (!of.functions().transforms) return plain;
+        float* const to = (shift == 0 ? s.turned : s.moved + size) + keys.transforming_before(index) * size;
+        const void*& turned = s.key_spaces[index].turned[shift != 0];
+        if (turned != of.scheme()) {
+            for (std::size_t i = 0; i < size; ++i) to[i] = plain[i];
+            of.functions().transform_query(of.scheme(), {tensor::key, pages.geometry.page_tokens, plan.dim},
+                                           block_id{layer, rows.head}, to, plan.dim, rows.n);
+            turned = of.scheme();
+        }
+        return to;
     }
 
     /// The functions of a format and their workspace for the rows of a task, from its first page on.
@@ -82,15 +93,15 @@ struct attention_rows {
         const format_functions& functions;
         const attention_scratch::format_space& space;
     };
-    bound_product product_of(const format_table& table, int index, const block_shape& shape,
-                             const row_block& rows, attention_scratch::format_space* spaces) const {
-        const format& f = table[index];
+    bound_product product_of(const format& f, int index, const block_shape& shape, const row_block& rows,
+                             attention_scratch::format_space* spaces) const {
         attention_scratch::format_space& space = spaces[index];
         if (const int tokens = index == 0 ? planned_tokens(0, pages.geometry) : shape.tokens;
-            space.planned != tokens) {
+            space.planned != tokens || space.scheme != f.scheme()) {
             f.functions().make_plan(f.scheme(), {shape.role, tokens, shape.dim}, {layer, rows.head}, rows.n,
                                     space.plan);
             space.planned = tokens;
+            space.scheme = f.scheme();
             space.begun = false;
         }
         if (space.tokens != shape.tokens) {
@@ -116,12 +127,13 @@ struct attention_rows {
                     const scratch& s) const {
         const page& p = *entry.keys;
         const block_shape shape = key_shape(p);
-        const bound_product product = product_of(keys, p.format, shape, rows, s.key_spaces);
+        const format& of = keys.of(p);
+        const bound_product product = product_of(of, p.format, shape, rows, s.key_spaces);
         const block_id id = id_of(product, p, *next.keys, rows.head);
         const format_functions& f = product.functions;
         const std::byte* const block =
             pages.data(p) + product.space.block_bytes * static_cast<std::size_t>(rows.head);
-        const float* const x = queries_for(rows, entry.shift, p.format, s);
+        const float* const x = queries_for(rows, entry.shift, p.format, of, s);
         bool& begun = s.key_spaces[p.format].begun;
         if (!f.begins_once[0] || !begun)
             f.begin(product.space.plan, shape, id, block, x, plan.dim, product.space.workspace);
@@ -183,7 +195,7 @@ struct attention_rows {
         if (p.format != 0)
             for (int i = 0; i < n; ++i)
                 for (int t = end; t < p.tokens; ++t) s.scores[i * s.scores_stride + t] = 0.0f;
-        const bound_product product = product_of(values, p.format, shape, rows, s.value_spaces);
+        const bound_product product = product_of(values[p.format], p.format, shape, rows, s.value_spaces);
         const block_id id = id_of(product, p, *next.values, rows.head);
         const format_functions& f = product.functions;
         const std::byte* const block =
@@ -228,19 +240,7 @@ private:
             const void* const row = q.at((first + i) / plan.group, q_head(head, first + i));
             bad[static_cast<std::size_t>(i)] = !load(q.type, row, plan.dim, scale, s.query + i * plan.dim);
         }
-        if (!mods.lists()) transform_queries(head, n, s.query, s.turned);
         return bad;
-    }
-    /// to: [n][dim] for every transforming format of keys.
-    void transform_queries(int head, int n, const float* query, float* to) const {
-        const block_shape shape{tensor::key, pages.geometry.page_tokens, plan.dim};
-        for (int f = 0; f < keys.size(); ++f) {
-            const format_functions& functions = keys[f].functions();
-            if (!functions.transforms) continue;
-            for (int i = 0; i < n * plan.dim; ++i) to[i] = query[i];
-            functions.transform_query(keys[f].scheme(), shape, block_id{layer, head}, to, plan.dim, n);
-            to += n * plan.dim;
-        }
     }
     /// Distance to the same head's block of the next page: prefetches do not wait for that page's header.
     std::ptrdiff_t ahead(const page& now, const page& next) const noexcept {

@@ -82,7 +82,7 @@ private:
     }
     void read(const format_table& table, const page& p, const block_shape& shape, const std::int32_t* tokens,
               int n, float* to) const {
-        const format& f = table[p.format];
+        const format& f = table.of(p);
         block_id id{of.layer, rows.head};
         const std::byte* const block =
             f.block_at(shape, of.pages.data(p), of.mods.upper_only() ? nullptr : p.lower, rows.head, id);

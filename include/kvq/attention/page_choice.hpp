@@ -29,6 +29,7 @@ struct page_choice {
     /// The format of a page, and the tokens that it has memory for.
     struct page_form {
         int index, tokens;
+        const format* of;
     };
 
     const selected_pages* selection = nullptr;  ///< null: all pages are read
@@ -87,11 +88,12 @@ struct page_choice {
 
     /// Reads the formats of all pages. Page headers lie far apart: every kv head would wait for each of them
     /// again.
-    void read_formats(const layer_pages& pages) const noexcept {
+    void read_formats(const format_table& keys, const layer_pages& pages) const noexcept {
         constexpr int early = 16;
         for (int e = 0; e < count; ++e) {
             prefetch(pages.at(smaller(e + early, count - 1)).keys);
-            formats[e] = {pages.at(e).keys->format, pages.at(e).keys->tokens};
+            const page& p = *pages.at(e).keys;
+            formats[e] = {p.format, p.tokens, &keys.of(p)};
         }
     }
     const float* floors_of(int head, int first_row) const noexcept {

@@ -118,8 +118,11 @@ struct attention_scratch {
         std::byte* plan;
         std::byte* workspace;
         int planned;  // tokens of the pages for which `plan` was made, for the rows of a task; 0: none yet
-        bool begun;   // the operands are in `workspace`, likewise
-        int tokens;   // of the last page; 0: none yet
+        const void* scheme;  // for which it was made
+        /// For which the queries are transformed, and those for keys that moved; or null.
+        const void* turned[2];
+        bool begun;               // the operands are in `workspace`, likewise
+        int tokens;               // of the last page; 0: none yet
         std::size_t block_bytes;  // of its blocks, without lower planes
         std::size_t lower_bytes;  // of the lower planes of its blocks
     };
@@ -197,7 +200,11 @@ struct attention_scratch {
     /// Called before the rows of a task.
     void forget_plans(const format_table& keys, const format_table& values) const noexcept {
         *shifts = {0, 0};
-        for (int i = 0; i < keys.size(); ++i) key_spaces[i].planned = 0, key_spaces[i].begun = false;
+        for (int i = 0; i < keys.size(); ++i) {
+            key_spaces[i].planned = 0;
+            key_spaces[i].begun = false;
+            key_spaces[i].turned[0] = key_spaces[i].turned[1] = nullptr;
+        }
         for (int i = 0; i < values.size(); ++i) value_spaces[i].planned = 0;
     }
 
@@ -216,7 +223,7 @@ private:
         auto* const all = reinterpret_cast<format_space*>(c.take(n * sizeof(format_space)));
         for (std::size_t i = 0; i < n; ++i) {
             std::byte* const plan = c.take(table[static_cast<int>(i)].functions().plan_bytes);
-            if (all) ::new (all + i) format_space{plan, nullptr, 0, false, 0, 0, 0};
+            if (all) ::new (all + i) format_space{plan, nullptr, 0, nullptr, {}, false, 0, 0, 0};
         }
         return all;
     }

@@ -10,6 +10,7 @@
 #include "../core/bits.hpp"
 #include "../core/error.hpp"
 #include "../format/latent.hpp"
+#include "../quant/calibration.hpp"
 #include "../state/recurrent_state.hpp"
 #include "cache.hpp"
 
@@ -56,6 +57,10 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
         latent_values_.emplace(dims, std::move(read));
     }
     if (state_) (void)recurrent_state(*state_, pool_, options.snapshots);  // checks the policy
+    for (int i = 0; i < layer_count(); ++i) {
+        const int index = holds_tokens(i) ? target_format(tensor::key, i) : 0;
+        commits_from_.push_back(index > 0 && keys_[index].wants_plan() ? plan_tokens(i) : 0);
+    }
 }
 
 KVQ_FUNC cache::~cache() = default;
@@ -67,7 +72,18 @@ KVQ_FUNC page_geometry cache::geometry() const noexcept {
 KVQ_FUNC page_geometry cache::geometry(int layer) const noexcept {
     page_geometry g = geometry();
     g.window = layers_[static_cast<std::size_t>(owner(layer))].sees();
+    g.commits_from = commits_from_[static_cast<std::size_t>(owner(layer))];
     return g;
+}
+
+KVQ_FUNC int cache::plan_tokens(int layer) const noexcept {
+    const kvq::layer& of = layers_[static_cast<std::size_t>(layer)];
+    if (options_.statistics == key_statistics::off || !holds_tokens(layer) || tensors(layer).size() < 2)
+        return 0;
+    const bool ends = of.kind == layer_kind::sliding || of.kind == layer_kind::chunked;
+    const int tokens =
+        ends ? detail::smaller(options_.statistics_tokens, of.window) : options_.statistics_tokens;
+    return tokens < calibration::group ? 0 : tokens;
 }
 
 KVQ_FUNC bool cache::trims_to_every_token() const noexcept {
@@ -184,6 +200,9 @@ KVQ_FUNC const cache_options& cache::checked(const detail::layer_shapes& shapes,
     detail::expect(options.sinks <= most && options.recent <= most && options.rollback <= most, "sinks ",
                    options.sinks, ", recent ", options.recent, " and rollback ", options.rollback,
                    " must not be more than ", most);
+    detail::expect(options.statistics_tokens >= calibration::group && options.statistics_tokens <= most,
+                   "statistics_tokens must be between ", calibration::group, " and ", most, ", got ",
+                   options.statistics_tokens);
     detail::expect(options.repack >= 0.0f && options.repack <= 0.5f, "repack ", options.repack,
                    " must be 0, for never, or at most 0.5");
     const page_geometry g{options.sinks, options.recent, options.page_tokens};

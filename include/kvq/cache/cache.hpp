@@ -12,6 +12,7 @@
 #pragma once
 
 #include <map>
+#include <mutex>
 #include <optional>
 #include <span>
 
@@ -106,6 +107,17 @@ public:
     const format& window() const noexcept { return keys_.window(); }
     /// Floats that quantizing a block of any layer takes as scratch.
     std::size_t scratch_floats() const noexcept;
+    /// Tokens of a layer of which its keys get a plan; 0: they get none (cache/key_plan.hpp).
+    int plan_tokens(int layer) const noexcept;
+    /// The plan of keys in format `index`: make(), or with key_statistics::shared what it gave first.
+    template <class Make>
+    format key_plan(int layer, int index, Make&& make) {
+        if (options_.statistics != key_statistics::shared) return make();
+        const std::lock_guard making(shared_plans_mutex_);
+        format& plan = shared_plans_[{layer, index}];
+        if (!plan) plan = make();
+        return plan;
+    }
     /// How keys of a layer are rotated when they move.
     const detail::rotation_table& rotations() const noexcept { return rotations_; }
     /// Adds one format. Returns its index among the listed formats, which layer_format, requantize_request
@@ -234,6 +246,9 @@ private:
     // Of layers of keys alone, by channels of keys and values.
     std::map<std::pair<int, int>, detail::format_table> latent_values_;
     detail::rotation_table rotations_;
+    std::vector<int> commits_from_;                       // by layer
+    std::map<std::pair<int, int>, format> shared_plans_;  // by layer and index of a format
+    std::mutex shared_plans_mutex_;
     page_pool pool_;
 };
 

@@ -10,6 +10,13 @@
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 
+KVQ_FUNC chunk_pages pages_of_append(const cache& of, int layer, const page_table& table, int n) noexcept {
+    const int tokens = of.plan_tokens(layer);
+    const bool plans = tokens > 0 && !table.plan && table.tokens + n >= tokens &&
+                       of.table(tensor::key)[table.targets[0]].wants_plan();
+    return plans ? chunk_pages::after_attend : chunk_pages::at_once;
+}
+
 KVQ_FUNC page_ref new_page(cache& of, int layer, int role, int format, int tokens, page_stock* stock) {
     const auto tensor_of = static_cast<tensor>(role);
     const std::size_t bytes = of.page_bytes(tensor_of, layer, format, tokens),
@@ -59,6 +66,7 @@ KVQ_FUNC chunk::chunk(chunk&& other) noexcept
       before_(other.before_),
       after_(other.after_),
       when_(other.when_),
+      plan_(std::move(other.plan_)),
       spans_before_(other.spans_before_),
       first_written_(other.first_written_),
       last_before_(std::move(other.last_before_)),
@@ -130,8 +138,22 @@ KVQ_FUNC void chunk::write(tensor tensor_of, const input_view& source, float* sc
         if (!s.pages[role]) to.not_finite = 0;  // of the page before
         write_tokens(cache_->window(), to, tensor_of, dim, source, from - before_, s.end() - from,
                      from - s.first_token);
+        if (!s.pages[role] && role == 0 && table_->plan)
+            choose_plan(*cache_, layer_, to, table_->plan, *quantized(i, role));
         if (!s.pages[role])
             convert_page(cache_->table(tensor_of), shape(), layer_, to, *quantized(i, role), scratch);
+    }
+}
+
+KVQ_FUNC void chunk::plan_keys() {
+    if (when_ == chunk_pages::shared) return;
+    if (!table_->plan) plan_ = plan_of_keys(*cache_, *table_, layer_, table_->targets[0]);
+    const format& plan = plan_ ? plan_ : table_->plan;
+    for (std::size_t at = 0; at < quantized_.size() && plan; at += 2) {
+        const int i = table_->committed + static_cast<int>(at / 2);
+        const page_ref& from = shorter_[at] ? shorter_[at] : (*table_)[i].pages[0];
+        if (quantized_[at] && quantized_[at]->format != 0 && from)
+            choose_plan(*cache_, layer_, *from, plan, *quantized_[at]);
     }
 }
 
@@ -167,6 +189,7 @@ KVQ_FUNC void chunk::commit() noexcept {
         if (stock_) stock_->give_back(std::move(left));
     }
     table.committed += static_cast<int>(quantized_.size() / 2);
+    if (plan_) table.plan = std::move(plan_);
     table.drop_copies(g, rollback);
     table.waits = when_ == chunk_pages::shared;
     if (!table.waits)

@@ -17,6 +17,7 @@
 
 #include "../page/page_table.hpp"
 #include "cache.hpp"
+#include "key_plan.hpp"
 #include "page_stock.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
@@ -27,6 +28,9 @@ enum class chunk_pages : unsigned char {
     after_attend,  ///< prefill: the whole chunk is 16 bit until commit()
     shared,        ///< prefill of a layer that others share: until that of a chunk of no tokens
 };
+
+/// How an append of n tokens quantizes its pages: a chunk that gives the keys a plan is read first.
+chunk_pages pages_of_append(const cache& of, int layer, const page_table& table, int n) noexcept;
 
 page_ref new_page(cache& of, int layer, int role, int format, int tokens, page_stock* stock = nullptr);
 page_ref new_window_page(cache& of, int layer, int role, int tokens, page_stock* stock = nullptr);
@@ -60,6 +64,9 @@ private:
     void write(tensor tensor_of, const input_view& source, float* scratch);
 
 public:
+    /// Before quantize(): plans of the keys of the pages (cache/key_plan.hpp).
+    void plan_keys();
+
     /// Number of jobs of quantize(): one for every head of a page.
     int jobs() const noexcept { return jobs_; }
     /// scratch: page_tokens * max(head_dim, value_dim) floats.
@@ -178,6 +185,7 @@ private:
     page_stock* stock_;
     int layer_, before_, after_;
     chunk_pages when_;
+    format plan_;  // of the table from now on, if it has none yet
     int spans_before_, first_written_ = 0;
     page_span last_before_;  // the open span before stage(), if it takes tokens
     page_ref temporary_[2];  // a 16-bit page for tokens that are quantized while they are read

@@ -31,7 +31,7 @@ namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 inline std::uint32_t convert_block(const format_table& table, const cache_shape& shape, int layer,
                                    const page& from, page& to, int h, float* scratch) {
     const block_shape block{table.role(), from.tokens, shape.dim(table.role())};
-    const format &source_format = table[from.format], &target_format = table[to.format];
+    const format &source_format = table.of(from), &target_format = table.of(to);
     const format_functions &read = source_format.functions(), &write = target_format.functions();
     const default_arithmetic arithmetic;
     block_id from_id{layer, h}, id{layer, h};

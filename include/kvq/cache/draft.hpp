@@ -144,7 +144,8 @@ public:
             d.shorter = capacity < d.table->spans.capacity();
             if (d.shorter) d.spans.reserve(capacity);
             if (accepted == 0) continue;
-            chunks_.emplace_back(*cache_, *d.table, d.layer, accepted, chunk_pages::at_once, nullptr);
+            chunks_.emplace_back(*cache_, *d.table, d.layer, accepted,
+                                 pages_of_append(*cache_, d.layer, *d.table, accepted), nullptr);
             chunks_.back().stage();
         }
         for (std::size_t i = 0; i < chunks_.size(); ++i) {
@@ -152,6 +153,7 @@ public:
                 chunks_[i].write(rows<Window>(drafts_[i], tensor::key, path),
                                  rows<Window>(drafts_[i], tensor::value, path), scratch);
             });
+            chunks_[i].plan_keys();
             for (int job = 0; job < chunks_[i].jobs(); ++job) chunks_[i].quantize(job, scratch);
         }
     }

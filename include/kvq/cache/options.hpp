@@ -17,6 +17,14 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
+/// Whose keys say which channels get how many bits, for formats of keys that have a plan of widths and were
+/// made without one: mix4, low3, low2 (cache/key_plan.hpp).
+enum class key_statistics : unsigned char {
+    off = 0,    ///< none: all channels have the same width
+    own = 1,    ///< every sequence has a plan, of its own first tokens; forks and prefix hits inherit it
+    shared = 2  ///< one plan for the cache, of the first sequence that has enough tokens
+};
+
 struct cache_options {
     format_list keys = {};    ///< formats of K pages; at least one
     format_list values = {};  ///< formats of V pages; empty: the same as keys
@@ -40,7 +48,11 @@ struct cache_options {
     /// erase, shift, splice or a trim deeper than `rollback`: their tokens are quantized once more, in
     /// shorter pages (cache/repack.hpp). 0 to 0.5; 0: never, codes stay for ever.
     float repack = 0.25f;
-    snapshot_policy snapshots = {};                                        ///< of layers with state
+    /// A preset has `own` (cache/preset_options.hpp). Sequences whose keys have a plan stay in 16 bit up to
+    /// statistics_tokens.
+    key_statistics statistics = key_statistics::off;
+    int statistics_tokens = 512;     ///< at least 64; in layers with a window at most its tokens
+    snapshot_policy snapshots = {};  ///< of layers with state
     std::pmr::memory_resource* memory = std::pmr::get_default_resource();  ///< must be thread-safe
 };
 

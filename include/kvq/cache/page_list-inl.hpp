@@ -60,6 +60,14 @@ KVQ_FUNC page_ref page_list::header(tensor role, const borrowed_pages& p, std::s
     detail::expect(data != nullptr && reinterpret_cast<std::uintptr_t>(data) % 16 == 0, detail::name_of(role),
                    " page ", place, " is not at an address that is a multiple of 16");
     page& made = headers_.emplace_back();
+    if (keys && p.key_plan) {
+        detail::expect(table[format].functions().plans != nullptr &&
+                           table[format].functions().plans == p.key_plan.functions().plans,
+                       "pages ", place, " have a plan of ", format_text(p.key_plan), " for keys of ",
+                       format_text(table[format]));
+        p.key_plan.functions().check(p.key_plan.scheme(), cache_.shape(layer_), role);
+        made.plan = p.key_plan;
+    }
     made.references = 2;  // so that no reference of a span frees it
     made.format = format;
     made.tokens = capacity;

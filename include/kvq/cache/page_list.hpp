@@ -29,6 +29,7 @@ struct borrowed_pages {
     int skip = 0;            ///< tokens before the first shown one
     int tokens = 0;          ///< shown tokens, at least 1
     std::int64_t shift = 0;  ///< by how much the keys moved since they were rotated
+    format key_plan = {};    ///< page::plan of the keys
 };
 
 class page_list {

@@ -53,6 +53,7 @@ KVQ_FUNC page_ref page_stock::take(const plane_bytes& bytes, int format, int tok
         p->format = format;
         p->tokens = tokens;
         p->not_finite = 0;
+        p->plan = {};
         return p;
     }
     return {};
@@ -61,7 +62,7 @@ KVQ_FUNC page_ref page_stock::take(const plane_bytes& bytes, int format, int tok
 KVQ_FUNC void page_stock::give_back(page_ref p) noexcept {
     if (!p || p.shared()) return;
     for (shelf& s : shelves_) {
-        if (s.bytes != plane_bytes{p->bytes, p->lower_bytes} || s.held == s.room) continue;
+        if (s.bytes != plane_bytes{p->bytes, p->lower_bytes()} || s.held == s.room) continue;
         pages_[s.place(s.held++)] = std::move(p);
         return;
     }

@@ -12,6 +12,7 @@ KVQ_FUNC cache_options preset_options(int recent) {
     cache_options options;
     options.sinks = 4;
     options.recent = recent;
+    options.statistics = key_statistics::own;
     return options;
 }
 

@@ -10,7 +10,7 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
-/// 4 sinks, at least `recent` tokens in 16 bit, pages of default_page_tokens.
+/// 4 sinks, at least `recent` tokens in 16 bit, pages of default_page_tokens, key_statistics::own.
 /// With less than 32 recent tokens the error grows more than the bytes shrink.
 cache_options preset_options(int recent = 32);
 

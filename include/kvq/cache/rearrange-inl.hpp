@@ -19,6 +19,7 @@ public:
     rearranged_table(kvq::cache& of, const page_table& before, int layer)
         : cache_(of), layer_(layer), table_(of.pool().memory(), before.targets[0], before.targets[1]) {
         table_.repacked = before.repacked;
+        table_.plan = before.plan;
     }
 
     /// Appends tokens [first, last) of `from`, moved by `by`.
@@ -54,6 +55,7 @@ public:
         commit(table_.due(table_.tokens, g), scratch);
         table_.uncommit(g);
         pack(true);
+        if (table_.tokens < g.commits_from) table_.plan = {};
         table_.copies_from = table_.committed;
         table_.free_unseen(g, cache_.options().rollback, [](const page_ref&) {});
         return std::move(table_);
@@ -65,6 +67,8 @@ private:
 
     /// Commits the spans before `end`.
     void commit(int end, float* scratch) {
+        if (table_.committed < end && !table_.plan)
+            table_.plan = plan_of_keys(cache_, table_, layer_, table_.targets[0]);
         for (int& i = table_.committed; i < end; ++i) {
             page_span& s = table_[i];
             for (const tensor tensor_of : cache_.tensors(layer_)) {
@@ -74,6 +78,7 @@ private:
                     s.pages[role] = shorter_page(cache_, layer_, *s.pages[role], role, s.room);
                 if (target == 0) continue;
                 page_ref p = new_page(cache_, layer_, role, target, s.room);
+                if (role == 0 && table_.plan) choose_plan(cache_, layer_, *s.pages[0], table_.plan, *p);
                 convert_page(cache_.table(tensor_of), cache_.shape(layer_), layer_, *s.pages[role], *p,
                              scratch);
                 s.pages[role] = std::move(p);

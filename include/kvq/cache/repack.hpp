@@ -42,18 +42,21 @@ private:
 #endif
             page_span fresh = plan.span_of(g);
             for (int role = 0; role < static_cast<int>(cache_.tensors(layer_).size()); ++role)
-                fresh.pages[role] = page_of(g, role, plan.format_of(g, static_cast<std::size_t>(role)),
-                                            plan.rows_of(g), fresh.shift);
+                fresh.pages[role] =
+                    page_of(g, role, plan.format_of(g, static_cast<std::size_t>(role)), plan.rows_of(g),
+                            fresh.shift, role == 0 ? plan.plan_of(g) : kvq::format{});
             table_.join_spans(g.first, g.last, std::move(fresh));
         }
     }
 
-    page_ref page_of(const repack_group& g, int role, int format, int rows, std::int64_t shift) {
+    page_ref page_of(const repack_group& g, int role, int format, int rows, std::int64_t shift,
+                     const kvq::format& plan) {
         const auto tensor_of = static_cast<tensor>(role);
         const format_table& table = cache_.table(tensor_of);
         const int dim = cache_.shape(layer_).dim(tensor_of);
         page_ref p = new_page(cache_, layer_, role, format, rows);
         std::memset(p->data(), 0, p->upper_bytes());
+        p->plan = plan;
         std::uint32_t counted = 0, found = 0;  // not finite: in the pages, among the values
         for (int i = g.first; i < g.last; ++i)
             if (i == g.first || table_[i].pages[role].get() != table_[i - 1].pages[role].get())
@@ -65,18 +68,19 @@ private:
             scales(static_cast<std::size_t>(g.tokens), cache_.pool().memory()),
             all_scales(longest, cache_.pool().memory());
         const rotation* const rotate = role == 0 ? cache_.rotations().at(layer_) : nullptr;
-        const format_functions& write = table[format].functions();
+        const kvq::format& target = table.of(*p);
+        const format_functions& write = target.functions();
         const block_shape block{tensor_of, rows, dim};
         const default_arithmetic arithmetic;
         for (int h = 0; h < cache_.shape(layer_).kv_heads; ++h) {
             block_id id{layer_, h};
-            std::byte* const to_block = table[format].block_at(block, p->data(), p->lower, h, id);
+            std::byte* const to_block = target.block_at(block, p->data(), p->lower, h, id);
             bool scales_known = true;
             int at = 0;
             for (int i = g.first; i < g.last; ++i) {
                 const page_span& s = table_[i];
                 const page& from = *s.pages[role];
-                const kvq::format& source = table[from.format];
+                const kvq::format& source = table.of(from);
                 const block_shape from_block{tensor_of, from.tokens, dim};
                 block_id from_id{layer_, h};
                 const std::byte* const data =
@@ -100,7 +104,7 @@ private:
                 found +=
                     write.write_tokens(block, to_block, float_type::fp32, values.data(), dim, g.tokens, 0);
             else
-                found += write.requantize_values(table[format].scheme(), block, id, values.data(),
+                found += write.requantize_values(target.scheme(), block, id, values.data(),
                                                  scales_known ? scales.data() : nullptr, to_block);
         }
         // As in convert_page: those of 16-bit pages are found again, codes hold none.

@@ -7,6 +7,7 @@
 #include "../page/page_changes.hpp"
 #include "batch.hpp"
 #include "convert.hpp"
+#include "key_plan.hpp"
 #include "requantize.hpp"
 #include "sequence_access.hpp"
 
@@ -87,6 +88,8 @@ public:
             }
             if (drop_lower(role, format, change)) return;
             batch.push_back({layer, role, format, spans_.size(), change.spans.size()});
+            if (!dry_ && role == tensor::key)
+                batch.back().plan = plan_of(change.spans.front(), layer, format);
             spans_.insert(spans_.end(), change.spans.begin(), change.spans.end());
             if (batch.size() == workers) convert(batch, ex);
         });
@@ -101,6 +104,7 @@ private:
         int format;
         std::size_t first_span, spans;  // of spans_
         page_ref fresh{};
+        kvq::format plan{};  // of keys
 
         std::size_t piece() const noexcept { return static_cast<std::size_t>(role); }
     };
@@ -131,11 +135,23 @@ private:
         return cache_->page_bytes(role, layer, format, cache_->options().page_tokens);
     }
 
+    /// The plan of a page of keys: of the first sequence that holds it. One for all pages of its layer.
+    kvq::format plan_of(const held_span& at, int layer, int format) {
+        if (planned_.layer != layer || planned_.table != at.table)
+            planned_ = {layer, at.table,
+                        plan_for(*cache_, table_of(*sequences_[static_cast<std::size_t>(at.table)], layer),
+                                 layer, format)};
+        return planned_.plan;
+    }
     void set_targets() {
         for (sequence* s : sequences_)
             for (int layer = request_.first_layer; layer < last_layer(); ++layer)
-                for (const tensor role : cache_->tensors(layer))
-                    if (wanted(role) >= 0) table_of(*s, layer).targets[static_cast<int>(role)] = wanted(role);
+                for (const tensor role : cache_->tensors(layer)) {
+                    int& target = table_of(*s, layer).targets[static_cast<int>(role)];
+                    if (wanted(role) < 0 || wanted(role) == target) continue;
+                    target = wanted(role);
+                    if (role == tensor::key) table_of(*s, layer).plan = {};
+                }
     }
 
     /// Calls f(layer, role, format, change) for every page to change, oldest pages of a layer first.
@@ -147,6 +163,7 @@ private:
             if (!all_tokens && cache_->holds_tokens(layer) && !cache_->takes_steps(layer)) continue;
             tables_.clear();
             for (sequence* s : sequences_) tables_.push_back(&table_of(*s, layer));
+            changes_.set_geometry(cache_->geometry(layer));
             changes_.select(tables_, extent_);
             for (const tensor role : cache_->tensors(layer)) {
                 const int format = wanted(role);
@@ -172,8 +189,8 @@ private:
         if (!p.lower || change.held.references() > change.spans.size() ||
             !cache_->table(role).drops_lower(p.format, format))
             return false;
-        report_.bytes_freed += p.lower_bytes;
-        report_.bytes_after -= p.lower_bytes;
+        report_.bytes_freed += p.lower_bytes();
+        report_.bytes_after -= p.lower_bytes();
         ++report_.pages;
         if (!dry_) cache_->pool().drop_lower(p, format);
         return true;
@@ -188,6 +205,7 @@ private:
                 j.fresh =
                     cache_->pool().allocate(bytes, j.format, held.tokens,
                                             cache_->lower_bytes(j.role, j.layer, j.format, held.tokens));
+            if (!dry_ && j.plan) j.fresh->plan = j.plan;
             added += page_pool::allocation(bytes);
         }
         report_.bytes_after += added;
@@ -212,7 +230,7 @@ private:
 
     void replace(job& j) {
         const page_ref old = old_page(j);
-        const page_geometry g = cache_->geometry();
+        const page_geometry g = cache_->geometry(j.layer);
         std::size_t holders = 0;
         for (std::size_t i = 0; i < j.spans; ++i) {
             const held_span& at = spans_[j.first_span + i];
@@ -236,6 +254,10 @@ private:
     page_changes changes_;
     resource_vector<page_table*> tables_;  // of one layer
     resource_vector<held_span> spans_;     // of the batch
+    struct {
+        int layer = -1, table = -1;
+        kvq::format plan = {};
+    } planned_;  // of the last page
     requantize_report report_;
     float* scratch_ = nullptr;
     std::size_t scratch_floats_ = 0;

@@ -32,6 +32,7 @@ public:
     page_table build() {
         const page_geometry g = cache_.geometry(layer_);
         table_.repacked = before_.repacked;
+        table_.plan = before_.plan;
         table_.rearranged = before_.rearranged;
         int row = before_.end_of_sinks();
         for (int i = 0; i < before_.size() && before_[i].first_token < row; ++i) add(before_[i]);
@@ -132,24 +133,28 @@ private:
             first == 0 ? new_window_page(cache_, layer_, piece,
                                          format != 0 ? n : cache_.geometry(layer_).window_tokens(n, to.room))
                        : new_page(cache_, layer_, piece, first, n);
+        const kvq::format plan = role == tensor::key && format != 0 ? before_.plan : kvq::format{};
+        if (first != 0) p->plan = plan;
         const block_shape block{role, p->tokens, dim};
+        const kvq::format& written = table.of(*p);
         resource_vector<float> values(static_cast<std::size_t>(n * dim), cache_.pool().memory()),
             scales(static_cast<std::size_t>(n), cache_.pool().memory());
-        const format_functions& write = table[first].functions();
+        const format_functions& write = written.functions();
         const default_arithmetic arithmetic;
         std::uint32_t found = 0;
         for (int h = 0; h < heads(); ++h) {
             const bool scales_known = gather(role, h, row, end, to.shift, values.data(), scales.data());
             block_id id{layer_, h};
-            std::byte* const data = table[first].block_at(block, p->data(), p->lower, h, id);
+            std::byte* const data = written.block_at(block, p->data(), p->lower, h, id);
             found += first == 0 ? write.write_tokens(block, data, float_type::fp32, values.data(), dim, n, 0)
-                                : write.requantize_values(table[first].scheme(), block, id, values.data(),
+                                : write.requantize_values(written.scheme(), block, id, values.data(),
                                                           scales_known ? scales.data() : nullptr, data);
         }
         p->not_finite = found;
         again = again || !exact;
         if (format == first) return p;
         page_ref quantized = new_page(cache_, layer_, piece, format, n);
+        if (plan) choose_plan(cache_, layer_, *p, plan, *quantized);
         convert_page(table, cache_.shape(layer_), layer_, *p, *quantized, scratch_);
         return quantized;
     }
@@ -168,7 +173,7 @@ private:
             const page_span& s = before_[i];
             if (token(head, row) >= s.end()) continue;
             const page& from = *s.pages[static_cast<std::size_t>(role)];
-            const kvq::format& source = table[from.format];
+            const kvq::format& source = table.of(from);
             const block_shape block{role, from.tokens, dim};
             block_id id{layer_, head};
             const std::byte* const data = source.block_at(block, from.data(), from.lower, head, id);
@@ -218,6 +223,7 @@ KVQ_FUNC void sequence::release(int layer) {
     const std::exception_ptr failed = detail::caught([&] {
         detail::chunk kept = new_chunk(layer, 0, detail::chunk_pages::after_attend);
         kept.stage();
+        kept.plan_keys();
         for (int i = 0; i < kept.jobs(); ++i) kept.quantize(i, scratch_.data());
         kept.commit();
     });

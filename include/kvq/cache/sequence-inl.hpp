@@ -51,9 +51,11 @@ KVQ_FUNC void sequence::append(int layer, const input_view& k, const input_view&
     ended_waits ended;
     ended.add(*this, layer);
     commit_shared(layer);
-    detail::chunk added = new_chunk(layer, k.tokens, detail::chunk_pages::at_once);
+    const detail::page_table& held = tables_[static_cast<std::size_t>(layer)];
+    detail::chunk added = new_chunk(layer, k.tokens, detail::pages_of_append(*cache_, layer, held, k.tokens));
     added.stage();
     added.write(k, v, scratch_.data());
+    added.plan_keys();
     for (int i = 0; i < added.jobs(); ++i) added.quantize(i, scratch_.data());
     added.commit();
     ended.keep();
@@ -149,7 +151,8 @@ KVQ_FUNC int sequence::trim(int wanted) {
         detail::page_table& table = tables_[layer];
         if (!cache_->takes_steps(static_cast<int>(layer))) continue;
         if (n < table.tokens) table.drop_draft();
-        if (table.trim(n, geometry())) detail::repacker(*cache_, table, static_cast<int>(layer)).run(true);
+        if (table.trim(n, cache_->geometry(static_cast<int>(layer))))
+            detail::repacker(*cache_, table, static_cast<int>(layer)).run(true);
     }
     try_commit_shared();
     if (state_) state_->trim(wanted);
@@ -234,8 +237,9 @@ KVQ_FUNC std::size_t sequence::draft_bytes(int n) const {
             if (!cache_->takes_steps(static_cast<int>(layer))) continue;
             check_added(table, n);
             check_no_draft(table);
-            kept += detail::chunk::needs_of(*cache_, static_cast<int>(layer), table, accepted,
-                                            detail::chunk_pages::at_once)
+            const int number = static_cast<int>(layer);
+            kept += detail::chunk::needs_of(*cache_, number, table, accepted,
+                                            detail::pages_of_append(*cache_, number, table, accepted))
                         .taken;
         }
         most = detail::larger(most, kept);
@@ -290,7 +294,7 @@ KVQ_FUNC void sequence::dequantize(int layer, tensor role, int first, const outp
         if (from >= to) continue;
         const page& p = role == tensor::key ? *entry.keys : *entry.values;
         const block_shape block{role, p.tokens, dim};
-        const format& f = cache_->table(role)[p.format];
+        const format& f = cache_->table(role).of(p);
         const bool moved = rotate && entry.shift != 0, all_of_it = !moved && to - from == p.tokens;
         const float_type type = moved ? float_type::fp32 : out.type;
         const std::size_t row = static_cast<std::size_t>(dim) * size_of(type);
@@ -467,7 +471,11 @@ KVQ_FUNC std::size_t sequence::added_bytes(int n, detail::chunk_pages when) cons
         check_added(table, n);
         check_no_draft(table);
         if (n == 0) continue;
-        const auto needs = detail::chunk::needs_of(*cache_, static_cast<int>(layer), table, n, when);
+        const auto needs =
+            detail::chunk::needs_of(*cache_, static_cast<int>(layer), table, n,
+                                    when == detail::chunk_pages::at_once
+                                        ? detail::pages_of_append(*cache_, static_cast<int>(layer), table, n)
+                                        : when);
         most = detail::larger(most, held + needs.taken);
         held += needs.taken - (cache_->is_shared(static_cast<int>(layer)) ? 0 : needs.returned);
     }

@@ -248,8 +248,11 @@ private:
     /// Commits the chunk that a layer keeps for those that share it, or those of all layers.
     void commit_shared(int layer);
     void commit_shared();
+    void commit_waiting(int layer);
     /// The same, if there is memory.
     void try_commit_shared() noexcept;
+    /// Commits the spans that are due.
+    void commit_due();
     /// Layers whose chunk a step commits first, so that it waits no longer. Unless the step keeps that, the
     /// destructor puts them back as they were. (Meanwhile no page is given back that the chunk had.)
     class ended_waits {

@@ -32,6 +32,8 @@ struct sequence_access {
         s.commit_shared();
         return s.tables_;
     }
+    /// Commits what waited in another cache for a plan of its keys, and does not in this one.
+    static void commit_due(sequence& s) { s.commit_due(); }
     static void expect_no_draft(const sequence& s) {
         expect(!s.tables_.empty(), "a sequence that was moved from has no layers");
         for (const page_table& table : s.tables_) sequence::check_no_draft(table);

@@ -41,13 +41,26 @@ KVQ_FUNC bool sequence::waits_alone(int layer) const noexcept {
     return alone;
 }
 
-KVQ_FUNC void sequence::commit_shared(int layer) {
-    if (!tables_[static_cast<std::size_t>(layer)].waits) return;
+KVQ_FUNC void sequence::commit_waiting(int layer) {
     detail::chunk kept = new_chunk(layer, 0, detail::chunk_pages::after_attend);
     kept.stage();
+    kept.plan_keys();
     for (int i = 0; i < kept.jobs(); ++i) kept.quantize(i, scratch_.data());
     kept.commit();
+}
+
+KVQ_FUNC void sequence::commit_shared(int layer) {
+    if (!tables_[static_cast<std::size_t>(layer)].waits) return;
+    commit_waiting(layer);
     set_waits(layer, false);
+}
+
+KVQ_FUNC void sequence::commit_due() {
+    for (int layer = 0; layer < static_cast<int>(tables_.size()); ++layer) {
+        const detail::page_table& held = tables_[static_cast<std::size_t>(layer)];
+        if (cache_->holds_tokens(layer) && held.due(held.tokens, cache_->geometry(layer)) > held.committed)
+            commit_waiting(layer);
+    }
 }
 
 KVQ_FUNC void sequence::commit_shared() {
@@ -243,6 +256,8 @@ KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, 
 KVQ_FUNC void cache::commit_staged(std::span<const prefill_request> batch, executor_view executor,
                                    workspace& space) {
     int jobs = 0;
+    for (const prefill_request& r : batch)
+        if (r.sequence->staged_) r.sequence->staged_->plan_keys();
     for (const prefill_request& r : batch)
         if (r.sequence->staged_) jobs += r.sequence->staged_->jobs();
     const int workers = detail::larger(1, detail::smaller(executor.concurrency(), jobs));

@@ -41,7 +41,7 @@ public:
                 return k.targets == targets && alike(k.layer, layer) && k.shared == of.is_shared(layer);
             });
             if (known == kinds_.end())
-                kinds_.push_back({targets, layer, 1, of.is_shared(layer)});
+                kinds_.push_back({targets, layer, 1, of.is_shared(layer), of.geometry(layer).commits_from});
             else
                 ++known->layers;
         }
@@ -68,6 +68,7 @@ private:
         std::array<int, 2> targets;
         int layer, layers;  // the first of them, and their number
         bool shared;        // by other layers
+        int commits_from;
     };
     bool alike(int a, int b) const noexcept {
         const cache_shape &x = of_.shape(a), &y = of_.shape(b);
@@ -98,7 +99,7 @@ private:
         };
         if (g_.sinks > 0 && n > 0) add(0, smaller(n, g_.sinks), g_.sinks, n >= g_.sinks, true);
         if (first_ > g_.sinks && n >= first_) add(g_.sinks, first_, first_ - g_.sinks, true, false);
-        const page_geometry behind{first_, g_.recent, g_.page_tokens};
+        const page_geometry behind{first_, g_.recent, g_.page_tokens, {}, k.commits_from};
         const int committed = behind.committed(n);
         for (int i = larger(0, committed - 1); i < behind.pages(n); ++i)
             add(behind.first_token(i), smaller(n, behind.first_token(i + 1)), g_.page_tokens, i < committed,
@@ -119,12 +120,15 @@ private:
     /// Bytes of pages of n tokens.
     std::size_t held(int n) const {
         std::size_t bytes = 0;
+        page_geometry g = g_;
         for (const kind& k : kinds_)
-            for (std::size_t role = 0; role < of_.tensors(k.layer).size(); ++role)
-                for_each_alike(g_, first_, n, rollback_, k.targets[role], {}, [&](const alike_pages& p) {
+            for (std::size_t role = 0; role < of_.tensors(k.layer).size(); ++role) {
+                g.commits_from = k.commits_from;
+                for_each_alike(g, first_, n, rollback_, k.targets[role], {}, [&](const alike_pages& p) {
                     bytes += static_cast<std::size_t>(k.layers) * static_cast<std::size_t>(p.count) *
                              page(k, role, p.format, p.tokens);
                 });
+            }
         return bytes;
     }
 
@@ -137,7 +141,18 @@ private:
                            (n > first && (n - first - 1) % g_.page_tokens % page_geometry::window_step == 0);
         return n == g_.sinks || n == g_.sinks + 1 || grows || at(first, g_.page_tokens) ||
                at(first + 1, g_.page_tokens) || at(commit, g_.page_tokens) ||
-               at(commit + rollback_, g_.page_tokens);
+               at(commit + rollback_, g_.page_tokens) || begins(n) || begins(n - rollback_);
+    }
+    /// Are pages committed from n tokens on that waited for a plan of their keys?
+    bool begins(int n) const noexcept {
+        return n > 0 &&
+               std::any_of(kinds_.begin(), kinds_.end(), [n](const kind& k) { return k.commits_from == n; });
+    }
+    /// Do pages wait for a plan in a layer of n tokens, or have copies since?
+    bool waits(int n) const noexcept {
+        return std::any_of(kinds_.begin(), kinds_.end(), [&](const kind& k) {
+            return k.commits_from > 0 && n >= k.commits_from - period() && n <= k.commits_from + rollback_;
+        });
     }
 
     /// The most bytes at a time of a sequence whose pages begin behind the sinks and `offset` tokens.
@@ -153,7 +168,7 @@ private:
         std::vector<int> afters;
         const int last_period = bounded(use_.tokens - period()), behind_sinks = bounded(first_ + period());
         for (int n = base + 1; n <= use_.tokens; ++n) {
-            if (n == behind_sinks + 1) n = larger(n, last_period + 1);
+            if (n > behind_sinks && n <= last_period && !waits(n)) continue;
             if (changes(n) || n == base + 1) afters.push_back(n);
         }
         if (afters.empty()) return 0;

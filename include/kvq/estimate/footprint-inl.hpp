@@ -54,8 +54,11 @@ KVQ_FUNC void add_layer(const cache& of, tensor role, int layer, int tokens, int
     const int reach = of.options().rollback == 0 ? 0 : ceil_div(of.options().rollback, g.page_tokens);
     // Never more than the pages there are: a chunk may be any number.
     const int chunk_pages = ceil_div(smaller(larger(0, chunk), tokens), g.page_tokens) + 1;
+    const bool begins =
+        tokens >= g.commits_from - larger(1, chunk) && tokens < g.commits_from + g.page_tokens;
     const auto held = static_cast<std::size_t>(
-        committed == 0 || target == 0
+        g.commits_from > 0 && begins ? pages + 1
+        : committed == 0 || target == 0
             ? 1
             : smaller(ceil_div(g.recent, g.page_tokens) + 2 + reach + chunk_pages, pages + 1));
     // A layer that others share holds the chunk while the next layers have theirs.
@@ -153,8 +156,10 @@ KVQ_FUNC int longest_context(const cache& of, std::size_t budget, int sequences,
     const page_geometry g = of.geometry();
     const int rollback = of.options().rollback;
     std::vector<page_geometry> windows;
+    int commits_from = 0;
     for (int layer = 0; layer < of.layer_count(); ++layer) {
         const page_geometry own = of.geometry(layer);
+        commits_from = detail::larger(commits_from, own.commits_from);
         const auto same = [&](const page_geometry& w) { return w.window == own.window; };
         if (own.window && std::none_of(windows.begin(), windows.end(), same)) windows.push_back(own);
     }
@@ -168,7 +173,8 @@ KVQ_FUNC int longest_context(const cache& of, std::size_t budget, int sequences,
                 return w.first_needed(m + 1, rollback) > w.first_needed(m, rollback);
             });
             steps = steps || g.committed(m + 1) > g.committed(m) ||
-                    g.committed(m + 1 - rollback) > g.committed(m - rollback);
+                    g.committed(m + 1 - rollback) > g.committed(m - rollback) || m + 1 == commits_from ||
+                    m + 1 - rollback == commits_from;
             for (const tier& t : policy.tiers)
                 steps = steps || detail::pages_of_age(g, t.age, m + 1) > detail::pages_of_age(g, t.age, m);
             return steps;
@@ -185,6 +191,10 @@ KVQ_FUNC int longest_context(const cache& of, std::size_t budget, int sequences,
             return true;
         };
         if (!period_holds(n)) return false;
+        // Pages wait in 16 bit for a plan of their keys, and have copies a little longer.
+        if (commits_from > 0 && n > commits_from + rollback &&
+            !(period_holds(commits_from) && period_holds(commits_from + rollback)))
+            return false;
         // A layer with chunks holds most just before a trim by `rollback` tokens cannot reach its chunk any
         // more.
         for (const page_geometry& w : windows)

@@ -40,6 +40,7 @@ struct bounded_record : format_record {
         destroy = [](format_record* self) { delete static_cast<bounded_record*>(self); };
 
         table.holds_values = false;
+        table.plans = nullptr;
         table.write_tokens = nullptr;
         table.estimates_first = true;
         table.check = [](const void* self, const cache_shape& shape, tensor role) {

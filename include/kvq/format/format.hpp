@@ -106,6 +106,20 @@ struct plane_functions {
     void (*read)(const void* scheme, const block_shape&, block_id, const std::byte* block, float* values);
 };
 
+/// Plans of channel widths, which a format of keys may get once keys are known (schemes/scheme_codes.hpp).
+/// Such a plan is of one layer and serves every layer: a page holds its format (page/page.hpp).
+struct plan_functions {
+    bool (*has_plan)(const void* scheme);
+    /// The format with the plan of keys; statistics: the bytes of calibration::save(), of one layer.
+    format (*from_statistics)(const format& of, const std::byte* statistics, std::size_t bytes);
+    /// A plan as text, and back. Returns the number of letters, which are written unless `to` is null.
+    std::size_t (*write_text)(const void* scheme, char* to);
+    format (*from_text)(const format& of, const char* text, std::size_t letters);
+    /// The error that the plan expects of a head whose channels have these importances, as a part of that of
+    /// even widths.
+    double (*relative_error)(const void* scheme, const block_shape&, block_id, const double* importance);
+};
+
 /// The functions of one scheme on one backend. `scheme` is the state of the format. Shapes, ids and blocks:
 /// schemes/concepts.hpp.
 struct format_functions {
@@ -201,6 +215,7 @@ struct format_functions {
     /// are part of block_bytes; the format of the upper plane alone.
     std::size_t (*lower_bytes)(const void* scheme, const block_shape&);
     const format& (*upper)(const void* scheme);
+    const plan_functions* plans;  ///< null: the format takes no plan of keys
 };
 
 /// A format's functions and state, shared by its copies.
@@ -301,6 +316,11 @@ public:
         const char *a = record_->name, *b = other.record_->name;
         while (*a != '\0' && *a == *b) ++a, ++b;
         return *a == *b;
+    }
+
+    /// Does it take a plan of keys, which it does not have yet?
+    KVQ_NO_COPY bool wants_plan() const noexcept {
+        return record_->functions->plans != nullptr && !record_->functions->plans->has_plan(record_->scheme);
     }
 
     /// The table and the state, for loops over blocks.

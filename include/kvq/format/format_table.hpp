@@ -23,6 +23,11 @@ public:
     int size() const noexcept { return static_cast<int>(formats_.size()); }
     int listed() const noexcept { return size() - 1; }
     const format& operator[](int index) const noexcept { return formats_[static_cast<std::size_t>(index)]; }
+    /// The format of a page: of the list, or with a plan of its own (page/page.hpp).
+    template <class Page>
+    const format& of(const Page& p) const noexcept {
+        return p.plan ? p.plan : (*this)[p.format];
+    }
     const format& window() const noexcept { return formats_.front(); }
     float_type window_type() const noexcept { return window().functions().value_type; }
 

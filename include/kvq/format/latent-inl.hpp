@@ -145,6 +145,7 @@ struct fp16_channels_record : format_record {
         table.values = false;
         table.begins_once[0] = table.begins_once[0] && fp16().functions().begins_once[0];
         table.holds_values = false;
+        table.plans = nullptr;
         table.write_tokens = nullptr;
         table.estimate_scores = nullptr;  // of a part of the channels it bounds no score: with_bounds() does
         table.estimate_floats = nullptr;

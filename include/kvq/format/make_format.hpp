@@ -97,6 +97,58 @@ struct backend_table {
                                                  &kernels::token_products<lanes>::add_rectified};
 };
 
+template <class Backend, kv_scheme Scheme>
+struct scheme_record;
+
+/// Schemes whose channels get widths by a plan of keys.
+template <class Scheme>
+concept takes_plans = requires(const calibration& statistics) {
+    Scheme::plan_of_keys(statistics);
+};
+
+template <class Backend, class Scheme>
+struct plan_table {
+    static const Scheme& of(const void* scheme) noexcept { return *static_cast<const Scheme*>(scheme); }
+
+    static bool has_plan(const void* scheme) {
+        if constexpr (takes_plans<Scheme>) return of(scheme).plan() != nullptr;
+        return false;
+    }
+    static format from_statistics(const format& from, const std::byte* statistics, std::size_t bytes) {
+        if constexpr (takes_plans<Scheme>)
+            return made(from, Scheme::plan_of_keys(calibration::load(std::span(statistics, bytes))));
+        return {};
+    }
+    static std::size_t write_text(const void* scheme, char* to) {
+        if constexpr (takes_plans<Scheme>) return of(scheme).write_plan(to);
+        return 0;
+    }
+    static format from_text(const format& from, const char* text, std::size_t letters) {
+        if constexpr (takes_plans<Scheme>) return made(from, Scheme::plan_of_text(text, letters));
+        return {};
+    }
+    static double relative_error(const void* scheme, const block_shape& shape, block_id id,
+                                 const double* importance) {
+        if constexpr (takes_plans<Scheme>) return of(scheme).relative_error(shape, id, importance);
+        return 1.0;
+    }
+    static constexpr plan_functions functions{&has_plan, &from_statistics, &write_text, &from_text,
+                                              &relative_error};
+
+private:
+    static format made(const format& from, width_plan plan) {
+        if constexpr (takes_plans<Scheme>) {
+            Scheme planned(std::make_shared<const width_plan>(std::move(plan)), of(from.scheme()).encoder);
+            format result(new scheme_record<Backend, Scheme>(std::move(planned)));
+            std::size_t letters = 0;
+            while (from.asked_name()[letters] != '\0') ++letters;
+            result.set_asked_name(from.asked_name(), letters);
+            return result;
+        }
+        return {};
+    }
+};
+
 /// The functions of format_functions for one scheme and backend.
 template <class Backend, kv_scheme Scheme>
 struct scheme_table {
@@ -282,7 +334,8 @@ struct scheme_table {
                 transforms ? &restore_output : nullptr,
                 reads ? planes(from) : nullptr,
                 nullptr,
-                nullptr};
+                nullptr,
+                takes_plans<Scheme> ? &plan_table<Backend, Scheme>::functions : nullptr};
     }
     static const format_functions& functions() {
         if constexpr (Backend::has_all_kernels) {

@@ -37,6 +37,7 @@ struct plane_record : format_record {
         destroy = [](format_record* self) { delete static_cast<plane_record*>(self); };
 
         table.planes = nullptr;
+        table.plans = nullptr;
         table.plan_bytes = second_plan(upper.functions()) + upper.functions().planes->plan_bytes;
         table.of_places = {};
         table.key_values_plan_bytes = 0;

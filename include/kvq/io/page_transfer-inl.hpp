@@ -70,8 +70,11 @@ KVQ_FUNC void send_pages(const sequence& s, int layer, const sink_view& write, s
             m.latent = latent_channels_of(of.layers()[static_cast<std::size_t>(layer)]);
             m.layer_tokens = table.tokens;
             m.not_finite = e.page->not_finite;
-            m.scheme = identity_of(of.table(role)[e.page->format]);
-            if (target != of.target_format(role, layer)) m.target = identity_of(of.table(role)[target]);
+            m.scheme = identity_of_page(of.table(role), *e.page);
+            if (role == tensor::key && table.plan && !table.shows_plan())
+                m.target = identity_of_plan(table.plan);
+            else if (target != of.target_format(role, layer))
+                m.target = identity_of(of.table(role)[target]);
             if (m.shift != 0) m.rotary = of.rotations().identity(layer);
             m.number = number;
             m.is_elsewhere = !is_new;
@@ -167,10 +170,13 @@ KVQ_FUNC sequence page_receiver::built() const {
         if (converts_) convert(tables[layer], static_cast<int>(layer), found[0].committed);
         tables[layer].restored(found[0].committed, cache_.geometry(static_cast<int>(layer)),
                                cache_.options().rollback, says_all_);
+        for (const auto& [first, r] : received_[2 * layer])
+            if (r.plan && !converts_) tables[layer].plan = r.plan;
     }
     for (std::size_t layer = 0; layer < tables.size(); ++layer)  // shared layers hold nothing
         std::copy_n(tables[static_cast<std::size_t>(cache_.owner(static_cast<int>(layer)))].targets, 2,
                     tables[layer].targets);
+    detail::sequence_access::commit_due(s);
     return s;
 }
 
@@ -301,7 +307,11 @@ KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) 
                                m.number == 0, detail::layer_text(layer, tensor_of) + ": keys that");
     cache_.expect_values_stay(m.layer, m.shift);
     const bool copy = m.kind == page_kind::copy;
-    const int format = detail::index_of_identity(cache_.table(tensor_of), m.scheme);
+    const auto [format, plan] = found(tensor_of, m.scheme);
+    const auto check_plan = [&](const kvq::format& f) {
+        if (f) f.functions().check(f.scheme(), cache_.shape(m.layer), tensor::key);
+    };
+    check_plan(plan);
     if (format < 0)
         detail::raise_unknown_format(cache_.table(tensor_of), m.scheme,
                                      detail::layer_text(layer, tensor_of) + " is");
@@ -314,14 +324,18 @@ KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) 
                    ": a page of ", format_text(cache_.table(tensor_of)[format]), " has ", m.data.size(),
                    " bytes, here it would have ", bytes);
     int target = -1;
+    kvq::format target_plan;
     if (m.target && !converts_) {
-        target = detail::index_of_identity(cache_.table(tensor_of), *m.target);
+        detail::found_identity to = detail::find_identity(cache_.table(tensor_of), *m.target);
+        target = to.index;
+        target_plan = std::move(to.plan);
+        check_plan(target_plan);
         if (target < 0)
             detail::raise_unknown_format(cache_.table(tensor_of), *m.target,
                                          detail::layer_text(layer, tensor_of) + " is to be");
     }
     received_pages& list = received_[2 * layer + role];
-    const received fresh{span, m.layer_tokens, m.committed, target, {}, {}};
+    const received fresh{span, m.layer_tokens, m.committed, target, {}, {}, std::move(target_plan)};
     const auto known = list.find(m.first_token);
     if (known != list.end()) {
         const received& r = known->second;
@@ -337,12 +351,23 @@ KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) 
         p = cache_.pool().allocate(bytes, format, m.tokens,
                                    cache_.lower_bytes(tensor_of, m.layer, format, m.tokens));
         std::memcpy(p->data(), m.data.data(), p->upper_bytes());
-        if (p->lower) std::memcpy(p->lower, m.data.data() + p->upper_bytes(), p->lower_bytes);
+        if (p->lower) std::memcpy(p->lower, m.data.data() + p->upper_bytes(), p->lower_bytes());
         p->not_finite = m.not_finite;
+        p->plan = plan;
     }
     received& r = known != list.end() ? known->second : list.insert({m.first_token, fresh}).first->second;
     (copy ? r.copy : r.own) = slot{true, m.number, std::move(p)};
     says_all_ = says_all_ && m.number > 0;
+}
+
+KVQ_FUNC detail::found_identity page_receiver::found(tensor role, const scheme_identity& id) {
+    // Most pages have the plan of the page before.
+    if (!plan_.plan || id != plan_of_) {
+        plan_ = detail::find_identity(cache_.table(role), id);
+        plan_of_ = id;
+        if (!plan_.plan) return std::exchange(plan_, {});
+    }
+    return plan_;
 }
 
 KVQ_FUNC std::string page_receiver::text_of(std::size_t list) const {
@@ -407,9 +432,12 @@ KVQ_FUNC page_receiver::extent page_receiver::check(std::size_t layer, std::size
         detail::expect(detail::page_table::is_possible(r.span, r.committed, r.span.end() == found.tokens, g),
                        me, " was received with ", found.tokens, " tokens, of which ", r.span.tokens, " from ",
                        first, " on are in a page for ", r.span.room);
+    // Keys of the sender may wait for a plan that those of this cache do not have.
+    page_geometry waits = g;
+    waits.commits_from = detail::larger(g.commits_from, cache_.options().statistics_tokens);
     detail::expect(
-        detail::page_table::may_wait(held, static_cast<std::size_t>(found.committed), found.tokens, g), me,
-        " was received with ", found.tokens, " tokens and ", found.committed,
+        detail::page_table::may_wait(held, static_cast<std::size_t>(found.committed), found.tokens, waits),
+        me, " was received with ", found.tokens, " tokens and ", found.committed,
         " committed pages, which is inconsistent");
     detail::expect(expected == 0 || found.tokens == expected, me, ": ", found.tokens,
                    " tokens were received, of ", expected);

@@ -99,6 +99,7 @@ private:
         bool committed;
         int target;  // -1: that of the cache
         slot own, copy;
+        format plan = {};  // of keys to come, where no page has it
 
         bool alike(const received& o) const noexcept {
             return span.tokens == o.span.tokens && span.skip == o.span.skip && span.room == o.span.room &&
@@ -113,6 +114,8 @@ private:
     };
 
     void accept_as(const page_message& m, tensor tensor_of);
+
+    detail::found_identity found(tensor role, const scheme_identity& id);
 
     using numbered_pages = std::map<std::uint32_t, page_ref>;
 
@@ -144,7 +147,9 @@ private:
     bool keeps_ = false, converts_ = false;
     std::unique_ptr<cache> staging_;  // of the sender's layout
     std::unique_ptr<page_receiver> staged_;
-    bool says_all_ = true;  // which spans share a page
+    bool says_all_ = true;         // which spans share a page
+    detail::found_identity plan_;  // the last plan, and of which identity
+    scheme_identity plan_of_;
 };
 
 }}  // namespace kvq

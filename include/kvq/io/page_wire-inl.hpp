@@ -39,7 +39,7 @@ struct page_wire_header {
     latent_channels latent;
     std::uint64_t latent_zero;
 
-    static constexpr std::uint32_t most_name_bytes = 1024;
+    static constexpr std::uint32_t most_name_bytes = 1 << 18;
     static constexpr std::size_t prefix = 96;  ///< all of version 3
 
     bool is_latent() const noexcept { return version == latent_page_wire_version; }

@@ -34,11 +34,14 @@ public:
                 for (const tensor role : cache_.tensors(layer)) place(role, layer, table);
                 table.restored(saved(layer).committed, cache_.geometry(layer), cache_.options().rollback,
                                index_.says_all());
+                if (!options_.convert && cache_.holds_tokens(layer))
+                    table.plan = plans_[static_cast<std::size_t>(saved(tensor::key, layer).target)];
             } else if (cache_.holds_tokens(layer)) {
                 append_again(s, layer);
             }
         }
         if (cache_.state_layout()) read_state(s);
+        sequence_access::commit_due(s);
         return s;
     }
 
@@ -108,8 +111,11 @@ private:
 
     void find_formats(tensor role) {
         const auto& list = index_.description().schemes[static_cast<std::size_t>(role)];
-        for (const scheme_identity& id : list)
-            formats_[static_cast<int>(role)].push_back(index_of_identity(cache_.table(role), id));
+        for (const scheme_identity& id : list) {
+            found_identity found = find_identity(cache_.table(role), id);
+            formats_[static_cast<int>(role)].push_back(found.index);
+            if (role == tensor::key) plans_.push_back(std::move(found.plan));
+        }
     }
 
     /// Checks that the tensors of this table's pages are the next ones of the file, and that this cache can
@@ -127,6 +133,12 @@ private:
             if (count == 0) return;
             index_.expect_tensor(name, "U8", {count, heads, block_bytes(role, layer, format, tokens)});
         };
+        const auto check_plan = [&](std::size_t format) {
+            const kvq::format plan = role == tensor::key ? plans_[format] : kvq::format{};
+            if (plan) plan.functions().check(plan.scheme(), cache_.shape(layer), tensor::key);
+        };
+        check_plan(static_cast<std::size_t>(table.target));
+        for (const saved_page& row : table.rows) check_plan(row.format);
         for (std::size_t first = 0; first < table.rows.size();) {
             const bool copies = first < table.copies;
             const std::size_t end = copies ? table.copies : table.rows.size();
@@ -167,7 +179,7 @@ private:
     void read_page(tensor role, int layer, const saved_page& row, page& p) {
         source_.restart();
         source_.read(p.data(), p.upper_bytes(), "a page");
-        if (p.lower) source_.read(p.lower, p.lower_bytes, "a page");
+        if (p.lower) source_.read(p.lower, p.lower_bytes(), "a page");
         expect(source_.checksum() == row.checksum, "the saved sequence is damaged: the page of span ",
                row.span, " of ", layer_text(static_cast<std::size_t>(layer), role), " has checksum ",
                source_.checksum(), ", not ", row.checksum);
@@ -180,6 +192,7 @@ private:
         const int format = mapped(role, row.format);
         page_ref p = pool.allocate(bytes, format, tokens,
                                    format < 0 ? 0 : cache_.lower_bytes(role, layer, format, tokens));
+        if (role == tensor::key) p->plan = plans_[row.format];
         read_page(role, layer, row, *p);
         return p;
     }
@@ -284,7 +297,7 @@ private:
                 });
                 continue;
             }
-            const kvq::format& f = cache_.table(role)[index];
+            const kvq::format& f = cache_.table(role).of(p);
             block_id id{layer, h};
             const std::byte* const of_head = f.block_at(shape, p.data(), p.lower, h, id);
             f.functions().dequantize(f.scheme(), shape, id, of_head, float_type::fp32, to, shape.dim, to);
@@ -334,6 +347,7 @@ private:
     saved_index index_;
     page_pool scratch_;
     std::vector<int> formats_[2];
+    std::vector<format> plans_;  // of keys, by format of the file; empty: none
     std::vector<float> numbers_;
     bool same_layout_ = true;
     std::uint64_t state_bytes_ = 0;

@@ -19,6 +19,7 @@ public:
         : sequence_(s), cache_(sequence_access::cache(s)), scratch_(cache_.pool().memory()) {
         const saved_description d = describe(cache_, s, options);
         header_.metadata = d.to_metadata();
+        plans_.assign(d.schemes[0].begin() + cache_.table(tensor::key).size(), d.schemes[0].end());
         if (d.version > version_of_equal_layers) {
             shapes_ = d.shapes;
             add_tensor("shapes", "I32", {layers(), saved_shape::columns});
@@ -71,7 +72,9 @@ public:
         }
         numbers([](const page_table& t) { return one{t.tokens}; });
         numbers([](const page_table& t) { return one{t.committed}; });
-        numbers([](const page_table& t) { return two{t.targets[0], t.targets[1]}; });
+        numbers([this](const page_table& t) {
+            return two{static_cast<std::int32_t>(format_of(t.targets[0], t.plan)), t.targets[1]};
+        });
         if (!spans_.empty()) sealed(spans_.data(), spans_.size() * sizeof(saved_span));
         if (!index_.empty()) sealed(index_.data(), index_.size() * sizeof(saved_page));
         const std::uint32_t checksum = seal.value();
@@ -106,12 +109,33 @@ private:
                 d.schemes[static_cast<std::size_t>(role)].push_back(identity_of(of.table(role)[i]));
         for (const page_table& table : sequence_access::tables(s))
             if (table.dropped > 0) d.version = saved_format_version;
-        for (int layer = 0; layer < d.layers; ++layer)
-            for (const page_span& span : sequence_access::tables(s)[static_cast<std::size_t>(layer)].spans)
+        for (int layer = 0; layer < d.layers; ++layer) {
+            if (of.holds_tokens(layer))
+                d.commits_from = larger(d.commits_from, of.geometry(layer).commits_from);
+            // Plans follow the listed formats.
+            const auto add_plan = [&](const format& plan) {
+                if (!plan) return;
+                auto& keys = d.schemes[0];
+                scheme_identity id = identity_of_plan(plan);
+                if (std::find(keys.begin() + of.table(tensor::key).size(), keys.end(), id) == keys.end())
+                    keys.push_back(std::move(id));
+            };
+            const page_table& table = sequence_access::tables(s)[static_cast<std::size_t>(layer)];
+            add_plan(table.plan);
+            for (const page_span& span : table.spans) {
                 if (span.shift != 0) d.rotary[layer] = of.rotations().identity(layer);
+                if (span.pages[0]) add_plan(span.pages[0]->plan);
+            }
+        }
         return d;
     }
 
+    /// Index in the list of schemes.
+    std::uint32_t format_of(int format, const kvq::format& plan) const {
+        if (!plan) return static_cast<std::uint32_t>(format);
+        const auto at = std::find(plans_.begin(), plans_.end(), identity_of_plan(plan));
+        return static_cast<std::uint32_t>(cache_.table(tensor::key).size() + (at - plans_.begin()));
+    }
     void add_tensor(std::string name, const char* dtype, std::vector<std::uint64_t> shape) {
         header_.tensors.push_back({std::move(name), dtype, std::move(shape), 0, 0});
     }
@@ -142,7 +166,7 @@ private:
                 for (const written_pages::entry& e : pages.all())
                     rows.push_back({{static_cast<std::uint32_t>(layer), static_cast<std::uint32_t>(role),
                                      static_cast<std::uint32_t>(e.kind), static_cast<std::uint32_t>(e.span),
-                                     static_cast<std::uint32_t>(e.page->format),
+                                     format_of(e.page->format, e.page->plan),
                                      static_cast<std::uint32_t>(e.page->tokens), e.page->not_finite, 0},
                                     rows.size()});
                 std::sort(rows.begin(), rows.end(),
@@ -165,7 +189,8 @@ private:
     const cache& cache_;
     page_pool scratch_;
     safetensors_header header_;
-    std::vector<saved_shape> shapes_;  // if they differ
+    std::vector<scheme_identity> plans_;  // of keys
+    std::vector<saved_shape> shapes_;     // if they differ
     std::vector<saved_span> spans_;
     std::vector<std::size_t> first_spans_;  // of the layers
     std::vector<saved_page> index_;

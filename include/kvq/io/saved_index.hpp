@@ -171,7 +171,8 @@ private:
     }
 
     void find_spans(int l, saved_layer& layer, std::span<const saved_span> rows) const {
-        const page_geometry& g = description_.geometry;
+        page_geometry g = description_.geometry;
+        g.commits_from = description_.commits_from;
         expect(layer.tokens >= 0 && layer.tokens <= (std::numeric_limits<int>::max)() - g.page_tokens,
                "layer ", l, " of the saved sequence has ", layer.tokens, " tokens");
         expect(description_.shape_of(l).holds_tokens() || layer.tokens == 0, "layer ", l,
@@ -217,7 +218,8 @@ private:
     }
 
     void check_table(int l, std::size_t r, const saved_layer& layer, saved_table& table) const {
-        const page_geometry& g = description_.geometry;
+        page_geometry g = description_.geometry;
+        g.commits_from = description_.commits_from;
         if (r == 1 && description_.shape_of(l).holds_keys_alone()) {
             bool some = table.target != 0 || !table.rows.empty();
             for (const auto& rows : table.of_span) some = some || rows[0] != -1 || rows[1] != -1;

@@ -156,7 +156,8 @@ struct saved_description {
     std::vector<saved_shape> shapes;  // of the layers, or the one of all
     page_geometry geometry;
     int rollback = 0;
-    std::array<std::vector<scheme_identity>, 2> schemes;  // K, V
+    int commits_from = 0;  // page_geometry::commits_from of the layers, at most
+    std::array<std::vector<scheme_identity>, 2> schemes;  // K, V; behind those of the cache plans of keys
     std::map<int, rotary_identity> rotary;                // of layers whose keys moved
 
 private:
@@ -193,6 +194,7 @@ public:
         m["model"] = model;
         m["window"] = window;
         for (const auto& [name, number] : numbers(*this)) m[name] = std::to_string(*number);
+        if (commits_from > 0) m["commits_from"] = std::to_string(commits_from);
         if (version == version_of_equal_layers)
             for (const auto& [name, number] : numbers_of(shapes[0])) m[name] = std::to_string(*number);
         for (const tensor role : {tensor::key, tensor::value}) {
@@ -218,6 +220,9 @@ public:
         d.model = text(m, "model");
         d.window = text(m, "window");
         for (const auto& [name, number] : numbers(d)) *number = parse<int>(name, text(m, name), 10);
+        if (m.count("commits_from")) d.commits_from = parse<int>("commits_from", m.at("commits_from"), 10);
+        expect(d.commits_from >= 0 && d.commits_from <= most_recent, "a saved sequence commits pages from ",
+               d.commits_from, " tokens on");
         expect(d.layers >= 1, "a cache needs at least 1 layer, got ", d.layers);
         const page_geometry& g = d.geometry;
         expect(g.sinks >= 0 && g.recent >= 0 && d.rollback >= 0 && g.page_tokens >= 1 &&

@@ -41,15 +41,43 @@ KVQ_FUNC void expect_moved_alike(const rotation_table& rotations, int layer, std
            fingerprint_text(mine.fingerprint), ")");
 }
 
-KVQ_FUNC int index_of_identity(const format_table& table, const scheme_identity& id) {
+KVQ_FUNC scheme_identity identity_of_plan(const format& plan) {
+    scheme_identity id = identity_of(plan);
+    const plan_functions& plans = *plan.functions().plans;
+    const std::size_t before = id.name.size() + 1;
+    id.name += '@';
+    id.name.resize(before + plans.write_text(plan.scheme(), nullptr));
+    (void)plans.write_text(plan.scheme(), id.name.data() + before);
+    return id;
+}
+
+KVQ_FUNC scheme_identity identity_of_page(const format_table& table, const page& p) {
+    return p.plan ? identity_of_plan(p.plan) : identity_of(table[p.format]);
+}
+
+KVQ_FUNC found_identity find_identity(const format_table& table, const scheme_identity& id) {
     for (int i = 0; i < table.size(); ++i)
-        if (identity_of(table[i]) == id) return i;
-    return -1;
+        if (identity_of(table[i]) == id) return {i, {}};
+    const std::size_t at = id.name.find('@');
+    if (at == std::string::npos || table.role() != tensor::key) return {};
+    for (int i = 1; i < table.size(); ++i) {
+        const plan_functions* const plans = table[i].functions().plans;
+        if (plans == nullptr || id.name.compare(0, at, table[i].name()) != 0) continue;
+        const format plan = plans->from_text(table[i], id.name.data() + at + 1, id.name.size() - at - 1);
+        expect(identity_of(plan).fingerprint == id.fingerprint, "a plan of ", format_text(table[i]),
+               " has fingerprint ", fingerprint_text(identity_of(plan).fingerprint), ", not ",
+               fingerprint_text(id.fingerprint));
+        return {i, plan};
+    }
+    return {};
 }
 
 [[noreturn]] KVQ_FUNC void raise_unknown_format(const format_table& table, const scheme_identity& id,
                                                 const std::string& what) {
     std::string listed;
+    if (const std::size_t at = id.name.find('@'); at != std::string::npos)
+        fail(what, " quantized with a plan of ", scheme_text(id.name.substr(0, at), table.role()),
+             ", which is not among the formats of this cache");
     for (int i = 0; i < table.size(); ++i) {
         const scheme_identity mine = identity_of(table[i]);
         expect(mine.name != id.name, what, " quantized with ", format_text(table[i]),

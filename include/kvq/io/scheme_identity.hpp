@@ -15,6 +15,7 @@
 
 #include "../attention/rotary.hpp"
 #include "../format/format_table.hpp"
+#include "../page/page.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
 
@@ -41,8 +42,18 @@ std::string layer_text(std::size_t layer, tensor role);
 void expect_moved_alike(const rotation_table& rotations, int layer, std::int64_t shift,
                         const rotary_identity* theirs, bool may_be_silent, const std::string& keys);
 
-/// Index of the format in a table, or -1. If several have one identity: the first.
-int index_of_identity(const format_table& table, const scheme_identity& id);
+/// Of a format with a plan of its keys, which is a part of the name:
+/// "mixed-4-2-0-avg2-g64-coded@8x128:0011...".
+scheme_identity identity_of_plan(const format& plan);
+scheme_identity identity_of_page(const format_table& table, const page& p);
+
+/// A format of a table, and the plan of a page that has its own.
+struct found_identity {
+    int index = -1;  ///< -1: the table does not have it. If several have one identity: the first
+    format plan = {};
+};
+/// Raises kvq::error for a damaged plan.
+found_identity find_identity(const format_table& table, const scheme_identity& id);
 
 /// Raises kvq::error: `id`, the scheme of `what` ("... is"), is not in the table.
 [[noreturn]] void raise_unknown_format(const format_table& table, const scheme_identity& id,

@@ -56,7 +56,7 @@ KVQ_FUNC page_ref page_pool::allocate(std::size_t bytes, int format, int tokens,
     p->bytes = bytes;
     p->owner = this;
     p->lower = static_cast<std::byte*>(lower);
-    p->lower_bytes = lower_bytes;
+    p->lower_units = static_cast<std::uint32_t>(lower_bytes / 16);
     pages_.fetch_add(1, std::memory_order_relaxed);
     return page_ref(p);
 }
@@ -77,17 +77,17 @@ KVQ_FUNC void page_pool::put_back(void* memory, std::size_t bytes) noexcept {
 }
 
 KVQ_FUNC void page_pool::drop_lower(page& p, int format) noexcept {
-    const std::size_t freed = p.lower_bytes;
+    const std::size_t freed = p.lower_bytes();
     put_back(p.lower, freed);
     p.lower = nullptr;
-    p.lower_bytes = 0;
+    p.lower_units = 0;
     p.bytes -= freed;
     p.format = format;
     in_use_.fetch_sub(freed, std::memory_order_relaxed);
 }
 
 KVQ_FUNC void page_pool::free(page* p) noexcept {
-    const std::size_t total = allocation(p->bytes), lower_bytes = p->lower_bytes;
+    const std::size_t total = allocation(p->bytes), lower_bytes = p->lower_bytes();
     std::byte* const lower = p->lower;
     p->~page();
     put_back(p, total - lower_bytes);

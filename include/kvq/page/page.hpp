@@ -18,6 +18,7 @@
 #include <memory_resource>
 
 #include "../config.hpp"
+#include "../format/format.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
 
@@ -52,23 +53,27 @@ struct alignas(64) page {
     std::byte* memory = reinterpret_cast<std::byte*>(this + 1);
     std::int32_t number = 0;  ///< of a page in the memory of a device (cuda/host/free_pages.hpp): which one
     /// The lower planes of all heads, in memory of their own; null: the format has none (format/planes.hpp).
+    std::uint32_t lower_units = 0;  ///< of 16 bytes
     std::byte* lower = nullptr;
-    std::size_t lower_bytes = 0;
+    /// Of keys that were quantized by a plan of their own (cache/key_plan.hpp): the format with it. Empty:
+    /// that of the list.
+    kvq::format plan = {};
 
     std::byte* data() noexcept { return memory; }
     const std::byte* data() const noexcept { return memory; }
-    std::size_t upper_bytes() const noexcept { return bytes - lower_bytes; }
+    std::size_t upper_bytes() const noexcept { return bytes - lower_bytes(); }
+    std::size_t lower_bytes() const noexcept { return std::size_t{16} * lower_units; }
     /// Calls f(bytes at, count) for the data in its order: the upper plane, then the lower one.
     template <class F>
     void for_each_plane(F&& f) const {
         f(static_cast<const std::byte*>(memory), upper_bytes());
-        if (lower) f(static_cast<const std::byte*>(lower), lower_bytes);
+        if (lower) f(static_cast<const std::byte*>(lower), lower_bytes());
     }
     /// Have both pages the same data?
     friend bool same_data(const page& a, const page& b) noexcept {
-        return a.bytes == b.bytes && a.lower_bytes == b.lower_bytes &&
+        return a.bytes == b.bytes && a.lower_units == b.lower_units &&
                std::memcmp(a.memory, b.memory, a.upper_bytes()) == 0 &&
-               (a.lower_bytes == 0 || std::memcmp(a.lower, b.lower, a.lower_bytes) == 0);
+               (a.lower_units == 0 || std::memcmp(a.lower, b.lower, a.lower_bytes()) == 0);
     }
     /// data() of a page of a pool. The header is not read: a walk over pages need not wait for it.
     const std::byte* data_behind_header() const noexcept {

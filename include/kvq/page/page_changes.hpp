@@ -50,6 +50,8 @@ public:
     page_changes(std::pmr::memory_resource* memory, const page_geometry& g, int rollback)
         : geometry_(g), rollback_(rollback), rows_(memory), found_(memory), spans_(memory) {}
 
+    /// The geometry of the layer that is selected next.
+    void set_geometry(const page_geometry& g) noexcept { geometry_ = g; }
     /// tables: of the same layer, one per sequence; they stay where they are until the next selection.
     void select(std::span<page_table* const> tables, const change_range& range) {
         tables_ = tables;

@@ -32,6 +32,7 @@ struct page_geometry {
     int recent = 0;
     int page_tokens = 0;
     key_window window = {};
+    int commits_from = 0;  ///< no page is committed before the layer has so many tokens (cache/key_plan.hpp)
 
     /// The first token behind the sinks that a layer of n tokens needs: the last token that a trim by
     /// `rollback` tokens leaves sees it.
@@ -50,10 +51,12 @@ struct page_geometry {
     constexpr int spans(int n) const noexcept { return pages(n) + (sinks > 0 && n > 0 ? 1 : 0); }
     /// Number of committed pages of n tokens: pages that are whole and behind the recent window.
     constexpr int committed(int n) const noexcept {
-        return n <= sinks + recent ? 0 : (n - sinks - recent) / page_tokens;
+        return n <= sinks + recent || n < commits_from ? 0 : (n - sinks - recent) / page_tokens;
     }
     /// Number of tokens at which page i is committed.
-    constexpr int commit_at(int i) const noexcept { return sinks + (i + 1) * page_tokens + recent; }
+    constexpr int commit_at(int i) const noexcept {
+        return detail::larger(commits_from, sinks + (i + 1) * page_tokens + recent);
+    }
     constexpr int first_token(int i) const noexcept { return sinks + i * page_tokens; }
     /// Capacity of the pages of a span.
     constexpr int capacity(bool of_sinks) const noexcept { return of_sinks ? sinks : page_tokens; }
@@ -92,7 +95,7 @@ template <class F>
 constexpr void for_each_alike(const page_geometry& g, int first, int n, int rollback, int target,
                               std::span<const changed_pages> changes, F&& f) {
     if (g.sinks > 0 && n > 0) f(alike_pages{1, 0, g.window_tokens(smaller(n, g.sinks), g.sinks)});
-    const page_geometry behind{first, g.recent, g.page_tokens};
+    const page_geometry behind{first, g.recent, g.page_tokens, {}, g.commits_from};
     const int pages = behind.pages(n), committed = behind.committed(n);
     // Pages from here on have copies, if they were ever quantized: a trim within `rollback` may restore them.
     const int in_reach = behind.committed(n - rollback);

@@ -39,6 +39,7 @@ KVQ_FUNC page_table::page_table(const page_table& other, std::pmr::memory_resour
       waits(other.waits),
       held(other.held),
       rearranged(other.rearranged),
+      plan(other.plan),
       repacked(other.repacked),
       spans(memory),
       freed(other.freed),
@@ -52,7 +53,8 @@ KVQ_FUNC page_table::page_table(const page_table& other, std::pmr::memory_resour
 
 KVQ_FUNC std::int64_t page_table::commit_at(const page_span& s, const page_geometry& g) noexcept {
     const int closed = s.room < g.capacity(s.sinks) ? 1 : 0;
-    return std::int64_t{s.first_token} + s.room - s.skip + larger(g.recent, closed);
+    return larger(std::int64_t{g.commits_from},
+                  std::int64_t{s.first_token} + s.room - s.skip + larger(g.recent, closed));
 }
 
 KVQ_FUNC bool page_table::is_due(const page_span& s, int n, const page_geometry& g) noexcept {
@@ -236,6 +238,7 @@ KVQ_FUNC bool page_table::trim(int n, const page_geometry& g) noexcept {
         for (page_ref& copy : (*this)[committed - 1].copies) copy = page_ref{};
     copies_from = smaller(copies_from, committed);
     if (front() == 0) freed = dropped = 0;
+    if (tokens < g.commits_from) plan = {};
     return within && committed == size();
 }
 
@@ -306,12 +309,26 @@ KVQ_FUNC void page_table::find_rearranged() {
     for (std::size_t i = 1; i < uses.size(); ++i) rearranged = rearranged || uses[i].of == uses[i - 1].of;
 }
 
+KVQ_FUNC const page* page_table::last_planned() const noexcept {
+    for (int i = committed; i-- > 0;)
+        if (const page_ref& p = (*this)[i].pages[0]; p && p->plan && p->format == targets[0]) return p.get();
+    return nullptr;
+}
+
+KVQ_FUNC bool page_table::shows_plan() const noexcept {
+    const page* const planned = last_planned();
+    return planned && planned->plan.is(plan);
+}
+
 KVQ_FUNC void page_table::restored(int committed_spans, const page_geometry& g, int rollback, bool says_all) {
     tokens = size() == 0 ? 0 : spans.back().end();
     committed = committed_spans;
     freed = freed_spans(front(), g);
     dropped = g.window || front() == 0 ? 0 : tokens;
     drop_copies(g, rollback);
+    // Later keys have the plan of the last ones.
+    const page* const planned = tokens >= g.commits_from ? last_planned() : nullptr;
+    plan = planned ? planned->plan : format{};
     find_rearranged();
     if (!rearranged || says_all) return;
     std::vector<page_use> uses;
@@ -325,9 +342,9 @@ KVQ_FUNC void page_table::restored(int committed_spans, const page_geometry& g, 
             const page &a = *first.of, &b = *second.of;
             if (a.format != b.format) return a.format < b.format;
             if (a.bytes != b.bytes) return a.bytes < b.bytes;
-            if (a.lower_bytes != b.lower_bytes) return a.lower_bytes < b.lower_bytes;
+            if (a.lower_bytes() != b.lower_bytes()) return a.lower_bytes() < b.lower_bytes();
             const int upper = std::memcmp(a.data(), b.data(), a.upper_bytes());
-            return upper != 0 || !a.lower ? upper < 0 : std::memcmp(a.lower, b.lower, a.lower_bytes) < 0;
+            return upper != 0 || !a.lower ? upper < 0 : std::memcmp(a.lower, b.lower, a.lower_bytes()) < 0;
         };
         sort_uses(uses, before);
         for (std::size_t i = 1; i < uses.size(); ++i)

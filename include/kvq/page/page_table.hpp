@@ -41,8 +41,10 @@ struct page_table {
     /// A prefill() of the layer keeps its chunk in 16 bit for the layers that share it; of such a layer: the
     /// chunk waits for it.
     bool waits = false;
-    bool held = false;         ///< pages stay 16 bit and are not committed (sequence::hold)
-    bool rearranged = false;   ///< after an erase, shift or splice: two spans may share a page
+    bool held = false;        ///< pages stay 16 bit and are not committed (sequence::hold)
+    bool rearranged = false;  ///< after an erase, shift or splice: two spans may share a page
+    /// Of keys to come: the format with their plan (cache/key_plan.hpp). Empty: none yet, or none wanted.
+    format plan = {};
     std::size_t repacked = 0;  ///< tokens that were quantized once more (cache/repack.hpp)
     resource_vector<page_span> spans;
     int freed = 0;  ///< spans in the gap, up to most_freed: the vector has memory for them all the same
@@ -221,6 +223,8 @@ struct page_table {
         restore(larger(still_committed(size(), tokens, g), quantized), g);
         copies_from = committed;
     }
+    /// Does the last page of keys that has a plan have this one?
+    bool shows_plan() const noexcept;
     /// After its spans have come from elsewhere, of which the first `committed_spans` are committed.
     /// says_all: they share pages as they did. Otherwise (version 3 of files and messages) equal pages of
     /// committed spans become one page.
@@ -244,6 +248,7 @@ private:
     int leading_sinks() const noexcept;
     /// Removes spans [kept, end), which have left.
     void free_spans(int kept, int end) noexcept;
+    const page* last_planned() const noexcept;
     /// May two spans share a page?
     void find_rearranged();
     std::vector<held_page> distinct_pages(std::size_t piece) const;

@@ -84,6 +84,12 @@ public:
         return committed_ && s.sinks ? table_.targets[piece] : s.pages[piece]->format;
     }
 
+    /// Of its keys (page::plan).
+    const kvq::format& plan_of(const repack_group& g) const noexcept {
+        const page_span& s = largest_of(g);
+        return committed_ && s.sinks ? table_.plan : s.pages[0]->plan;
+    }
+
 private:
     /// The spans in front that show the sinks of the sequence itself, and others that every query sees: a
     /// window must not leave them.

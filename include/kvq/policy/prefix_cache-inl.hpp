@@ -254,7 +254,12 @@ KVQ_FUNC void prefix_cache::quantize(sequence& s) {
 
 KVQ_FUNC void prefix_cache::share(sequence& s, const sequence& from, int common) const noexcept {
     const auto take = [](page_ref& mine, const page_ref& theirs) {
-        if (mine && mine.get() != theirs.get() && mine->format == theirs->format && same_data(*mine, *theirs))
+        const auto same_plan = [&] {
+            if (!mine->plan || !theirs->plan) return !mine->plan && !theirs->plan;
+            return mine->plan.record().fingerprint == theirs->plan.record().fingerprint;
+        };
+        if (mine && mine.get() != theirs.get() && mine->format == theirs->format && same_plan() &&
+            same_data(*mine, *theirs))
             mine = theirs;
     };
     auto& tables = detail::sequence_access::tables(s);

@@ -124,6 +124,7 @@ struct width_plan {
     int kv_heads = 0;
     int head_dim = 0;
     std::vector<channel_allocation> blocks;  ///< [layer][head]
+    bool of_every_layer = false;             ///< one layer, whose plan serves every layer: [head]
 };
 
 /// importance: one value >= 0 per channel. widths: falling. words: of a row of codes; must hold the narrowest

@@ -11,6 +11,7 @@
 // Source: allocation by E[q^2] var(k): quant/width_allocation.hpp. docs/reference/format.md draws the block.
 #pragma once
 
+#include <algorithm>
 #include <concepts>
 #include <cstring>
 #include <limits>
@@ -121,6 +122,92 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
         return plan;
     }
 
+    /// A plan of keys alone, of one layer, for every layer that uses it. Channels of one width keep their
+    /// order, so that a digit for each channel says all (write_plan).
+    static width_plan plan_of_keys(const calibration& statistics) {
+        width_plan plan = make_plan(statistics);
+        plan.blocks.resize(static_cast<std::size_t>(plan.kv_heads));
+        plan.of_every_layer = true;
+        for (channel_allocation& a : plan.blocks) {
+            auto first = a.order.begin();
+            for (const std::uint16_t quads : a.quads) {
+                const auto end = a.order.end() - first > 4 * quads ? first + 4 * quads : a.order.end();
+                std::sort(first, end);
+                first = end;
+            }
+        }
+        return plan;
+    }
+    /// "8x128:" and for each channel of each head the number of its width in the list. Returns the number of
+    /// letters, which are written unless `to` is null.
+    std::size_t write_plan(char* to) const {
+        short_text head = short_text::of(plan_->kv_heads) + "x" + short_text::of(plan_->head_dim) + ":";
+        const std::size_t first = std::strlen(head.c_str());
+        const auto heads = static_cast<std::size_t>(plan_->kv_heads),
+                   dim = static_cast<std::size_t>(plan_->head_dim);
+        if (!to) return first + heads * dim;
+        std::memcpy(to, head.c_str(), first);
+        for (std::size_t h = 0; h < heads; ++h) {
+            const channel_allocation& a = plan_->blocks[h];
+            std::size_t place = 0;
+            for (std::size_t w = 0; w < a.quads.size(); ++w)
+                for (int i = 0; i < 4 * a.quads[w] && place < dim; ++i)
+                    to[first + h * dim + a.order[place++]] = static_cast<char>('0' + w);
+        }
+        return first + heads * dim;
+    }
+    /// Raises kvq::error for text that is no plan of these widths.
+    static width_plan plan_of_text(const char* text, std::size_t letters) {
+        std::size_t at = 0;
+        const auto number = [&](char behind) {
+            int n = 0;
+            while (at < letters && text[at] >= '0' && text[at] <= '9' && n < 1 << 20)
+                n = 10 * n + (text[at++] - '0');
+            expect(n > 0 && at < letters && text[at] == behind,
+                   "a plan of channel widths is damaged at letter ", at);
+            ++at;
+            return n;
+        };
+        width_plan plan;
+        plan.of_every_layer = true;
+        plan.kv_heads = number('x');
+        plan.head_dim = number(':');
+        const auto heads = static_cast<std::size_t>(plan.kv_heads),
+                   dim = static_cast<std::size_t>(plan.head_dim);
+        expect(dim <= most_quantized && letters - at == heads * dim, "a plan for ", heads, " heads of ", dim,
+               " channels has ", letters - at, " widths");
+        for (std::size_t h = 0; h < heads; ++h) {
+            channel_allocation a;
+            for (int w = 0; w < width_list::count; ++w) {
+                const std::size_t before = a.order.size();
+                for (std::size_t c = 0; c < dim; ++c)
+                    if (text[at + h * dim + c] == static_cast<char>('0' + w))
+                        a.order.push_back(static_cast<std::uint16_t>(c));
+                a.quads.push_back(
+                    static_cast<std::uint16_t>(ceil_div(static_cast<int>(a.order.size() - before), 4)));
+            }
+            plan.blocks.push_back(std::move(a));
+        }
+        return plan;
+    }
+    /// The error that the plan expects of a head whose channels have these importances, as a part of that of
+    /// even widths; 1 where nothing is to lose.
+    double relative_error(const block_shape& s, block_id id, const double* importance) const {
+        const channel_allocation* const a = allocation(s, id);
+        if (!a) return 1.0;
+        double planned = 0.0, even = 0.0;
+        const width_quads quads = even_quads(s.dim);
+        std::size_t place = 0, even_place = 0;
+        for (std::size_t w = 0; w < a->quads.size(); ++w) {
+            const double noise = width_noise(width_list::values[w]);
+            for (int i = 0; i < 4 * a->quads[w] && place < a->order.size(); ++i)
+                planned += rounded_product(noise, importance[a->order[place++]]);
+            for (int i = 0; i < 4 * quads.of[w] && even_place < a->order.size(); ++i)
+                even += rounded_product(noise, importance[even_place++]);
+        }
+        return even > 0.0 ? planned / even : 1.0;
+    }
+
     const std::shared_ptr<const width_plan>& plan() const noexcept { return plan_; }
     const width_plan* width_plan_of() const noexcept { return plan_.get(); }
     /// Fingerprint of the plan: pages can be read only with the plan that quantized them. 0 without a plan.
@@ -129,7 +216,7 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
     void check_shape(const cache_shape& s) const {
         if (!plan_) return;
         expect(s.kv_heads == plan_->kv_heads && s.head_dim == plan_->head_dim &&
-                   static_cast<int>(plan_->blocks.size()) == s.layers * s.kv_heads,
+                   (plan_->of_every_layer || static_cast<int>(plan_->blocks.size()) == s.layers * s.kv_heads),
                "a plan for ", plan_->blocks.size(), " blocks of ", plan_->head_dim,
                " channels in a cache of ", s.layers, " layers, ", s.kv_heads, " heads of ", s.head_dim);
     }
@@ -255,7 +342,8 @@ private:
 
     const channel_allocation* allocation(const block_shape& s, block_id id) const {
         if (!plan_) return nullptr;
-        const auto index = static_cast<std::size_t>(id.layer) * static_cast<std::size_t>(plan_->kv_heads) +
+        const auto index = static_cast<std::size_t>(plan_->of_every_layer ? 0 : id.layer) *
+                               static_cast<std::size_t>(plan_->kv_heads) +
                            static_cast<std::size_t>(id.head);
         expect(s.dim == plan_->head_dim && id.head < plan_->kv_heads && index < plan_->blocks.size(),
                "a plan for ", plan_->blocks.size(), " blocks of ", plan_->head_dim, " channels has no layer ",

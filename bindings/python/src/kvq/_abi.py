@@ -162,11 +162,11 @@ class kvq_cache_options(Struct):
                 ("value_dim", c_int32), ("keys", c_char_p), ("values", c_char_p), ("window", c_char_p),
                 ("page_tokens", c_int32), ("sinks", c_int32), ("recent", c_int32), ("rollback", c_int32),
                 ("byte_budget", c_size_t), ("layer_formats", POINTER(kvq_layer_formats)),
-                ("rotary", POINTER(kvq_rotary)), ("rotary_count", c_int32), ("reserved", c_int32),
+                ("rotary", POINTER(kvq_rotary)), ("rotary_count", c_int32), ("key_statistics", c_int32),
                 ("statistics", handle), ("allocator", POINTER(kvq_allocator)), ("preallocate", c_int32),
                 ("repack", c_float), ("layer_list", POINTER(kvq_layer)), ("state_parts", POINTER(kvq_state_part)),
                 ("snapshot_bytes", c_size_t), ("state_part_count", c_int32), ("snapshot_every", c_int32),
-                ("snapshot_prompt_end", c_int32)]
+                ("snapshot_prompt_end", c_int32), ("statistics_tokens", c_int32), ("reserved", c_int32)]
 
 
 class kvq_cache_info(Struct):

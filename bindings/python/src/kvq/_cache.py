@@ -93,14 +93,17 @@ def formats_of_layers(chosen: Dict[int, Tuple[Optional[str], Optional[str]]], la
     return formats
 
 
+_KEY_STATISTICS = {"own": _abi.OWN_STATISTICS, "shared": _abi.SHARED_STATISTICS, None: _abi.NONE}
+
+
 def _options(layers: Layers, kv_heads: int = 0, head_dim: int = 0, keys: Names = "std4", values: Optional[Names] = None, *,
              value_dim: Optional[int] = None, window: Optional[str] = None, page_tokens: Optional[int] = None,
              sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None,
              byte_budget: Optional[int] = None,
              layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
-             rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Optional[Statistics] = None,
-             preallocate: bool = False, repack: Optional[float] = None, snapshot_every: Optional[int] = None,
-             snapshot_prompt_end: bool = True,
+             rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Union[None, str, Statistics] = "own",
+             statistics_tokens: Optional[int] = None, preallocate: bool = False, repack: Optional[float] = None,
+             snapshot_every: Optional[int] = None, snapshot_prompt_end: bool = True,
              snapshot_bytes: Optional[int] = None) -> Tuple[_abi.kvq_cache_options, List[Rotary]]:
     """Options of a cache in C, and the embeddings whose callbacks they refer to."""
     o = _abi.kvq_cache_options(
@@ -110,13 +113,18 @@ def _options(layers: Layers, kv_heads: int = 0, head_dim: int = 0, keys: Names =
         rollback=count(rollback, "rollback"), byte_budget=limit(byte_budget, "byte_budget"), preallocate=int(preallocate),
         repack=0.0 if repack is None else repack if repack != 0 else -1.0,
         snapshot_every=limit(snapshot_every, "snapshot_every"), snapshot_prompt_end=0 if snapshot_prompt_end else _abi.NONE,
-        snapshot_bytes=limit(snapshot_bytes, "snapshot_bytes"))
+        snapshot_bytes=limit(snapshot_bytes, "snapshot_bytes"), statistics_tokens=limit(statistics_tokens, "statistics_tokens"))
     if hasattr(layers, "__iter__"):
         listed = list(layers)
         layers_to_c(listed, o)
     else:
         o.layers = layers
-    o.statistics = optional_handle(statistics, Statistics, "statistics")
+    if statistics is None or isinstance(statistics, str):
+        if statistics not in _KEY_STATISTICS:
+            raise ArgumentError(f'kvq: statistics is {statistics!r}, not "own", "shared", None or a Statistics')
+        o.key_statistics = _KEY_STATISTICS[statistics]
+    else:
+        o.statistics = optional_handle(statistics, Statistics, "statistics")
     if layer_formats is not None:
         o.layer_formats = formats_of_layers(layer_formats, o.layers)
     return o, rotary_to_c(rotary, o)
@@ -138,7 +146,10 @@ class Cache(Handle):
     byte_budget    bytes of all pages; None: no limit
     layer_formats  {layer: (keys, values)} by name, None for the first one of the cache
     rotary         how keys were rotated, for all layers or one per layer; None: keys cannot move
-    statistics     for all keys whose format takes them
+    statistics     of keys, for formats that take a plan of channel widths (mix4, low3, low2): "own": of each sequence's first
+                   tokens; forks and prefix hits inherit the plan; "shared": of the first sequence that has enough; None; or a
+                   Statistics, for all keys whose format takes them
+    statistics_tokens    first tokens that make a plan, 16 bit until then; None: 512
     preallocate    byte_budget is allocated when the cache is made
     repack         cuts repack pages that show less than this part of their tokens, 0.5 at most; 0: never; None: 0.25
     snapshot_every       Sequence.advance takes a snapshot of recurrent state every so many tokens; None: none
@@ -153,14 +164,15 @@ class Cache(Handle):
                  sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None,
                  byte_budget: Optional[int] = None,
                  layer_formats: Optional[Dict[int, Tuple[Optional[str], Optional[str]]]] = None,
-                 rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Optional[Statistics] = None,
-                 preallocate: bool = False, repack: Optional[float] = None, snapshot_every: Optional[int] = None,
-                 snapshot_prompt_end: bool = True, snapshot_bytes: Optional[int] = None) -> None:
+                 rotary: Union[None, Rotary, List_[Rotary]] = None, statistics: Union[None, str, Statistics] = "own",
+                 statistics_tokens: Optional[int] = None, preallocate: bool = False, repack: Optional[float] = None,
+                 snapshot_every: Optional[int] = None, snapshot_prompt_end: bool = True,
+                 snapshot_bytes: Optional[int] = None) -> None:
         listed = list(layers) if hasattr(layers, "__iter__") else None
         o, self._rotary = _options(
             layers if listed is None else listed, kv_heads, head_dim, keys, values, value_dim=value_dim, window=window,
             page_tokens=page_tokens, sinks=sinks, recent=recent, rollback=rollback, byte_budget=byte_budget, layer_formats=layer_formats,
-            rotary=rotary, statistics=statistics, preallocate=preallocate, repack=repack, snapshot_every=snapshot_every,
+            rotary=rotary, statistics=statistics, statistics_tokens=statistics_tokens, preallocate=preallocate, repack=repack, snapshot_every=snapshot_every,
             snapshot_prompt_end=snapshot_prompt_end, snapshot_bytes=snapshot_bytes)  # callbacks of rotary are kept
         super().__init__(ask(library.kvq_cache_create, ctypes.byref(o)), library.kvq_cache_free)
         self.layers = tuple(layer_from_c(ask(library.kvq_cache_get_layer, self, i, out=_abi.kvq_layer),

@@ -340,7 +340,7 @@ pub struct kvq_cache_options {
     pub layer_formats: *const kvq_layer_formats,
     pub rotary: *const kvq_rotary,
     pub rotary_count: i32,
-    pub reserved: i32,
+    pub key_statistics: i32,
     pub statistics: *const kvq_statistics,
     pub allocator: *const kvq_allocator,
     pub preallocate: i32,
@@ -351,6 +351,8 @@ pub struct kvq_cache_options {
     pub state_part_count: i32,
     pub snapshot_every: i32,
     pub snapshot_prompt_end: i32,
+    pub statistics_tokens: i32,
+    pub reserved: i32,
 }
 
 #[repr(C)]

@@ -52,9 +52,9 @@ fn layouts() {
     layout!(lines, kvq_layer: kind, kv_heads, head_dim, value_dim, window, sinks, owner);
     layout!(lines, kvq_state_part: name, layer, dtype, heads, rows, columns, snapshot);
     layout!(lines, kvq_cache_options: size, layers, kv_heads, head_dim, value_dim, keys, values, window, page_tokens,
-        sinks, recent, rollback, byte_budget, layer_formats, rotary, rotary_count, reserved, statistics, allocator,
-        preallocate, repack, layer_list, state_parts, snapshot_bytes, state_part_count, snapshot_every,
-        snapshot_prompt_end);
+        sinks, recent, rollback, byte_budget, layer_formats, rotary, rotary_count, key_statistics, statistics,
+        allocator, preallocate, repack, layer_list, state_parts, snapshot_bytes, state_part_count, snapshot_every,
+        snapshot_prompt_end, statistics_tokens, reserved);
     layout!(lines, kvq_cache_info: size, layers, kv_heads, head_dim, value_dim, page_tokens, sinks, recent, rollback,
         byte_budget, bytes_in_use, pages_in_use, bytes_held);
     layout!(lines, kvq_attend_options: size, mods, executor, workspace, lse);

@@ -368,6 +368,11 @@ struct cache_access {
                 if (committed && !span.sinks) {
                     const int keys = span.pages[0]->format,
                               values = of.format.latent ? 0 : span.pages[1]->format;
+                    if (span.pages[0]->plan)
+                        return bad_value(
+                            "layer %d: keys from token %d on have a plan of their sequence, the "
+                            "device reads one plan per cache: key_statistics::off",
+                            layer, span.first_token);
                     format = gpu_format(cpu, of, keys, values);
                     if (format < 0) return no_format(cpu, of, keys, values);
                 }

@@ -1,0 +1,95 @@
+// Definitions of key_plan.hpp.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../core/float_environment.hpp"
+#include "../core/resource_vector.hpp"
+#include "../quant/calibration.hpp"
+#include "key_plan.hpp"
+
+namespace kvq { inline namespace KVQ_COMMON { namespace detail {
+
+/// x^ of a page of keys, [head][token][channel].
+KVQ_FUNC token_view<const float> keys_of(const cache& of, int layer, const page& p,
+                                         resource_vector<float>& values) {
+    const cache_shape& shape = of.shape(layer);
+    const block_shape block{tensor::key, p.tokens, shape.head_dim};
+    const format& f = of.table(tensor::key).of(p);
+    values.resize(block.values() * static_cast<std::size_t>(shape.kv_heads));
+    const default_arithmetic arithmetic;
+    for (int h = 0; h < shape.kv_heads; ++h) {
+        float* const to = values.data() + block.values() * static_cast<std::size_t>(h);
+        block_id id{layer, h};
+        const std::byte* const of_head = f.block_at(block, p.data(), p.lower, h, id);
+        f.functions().dequantize(f.scheme(), block, id, of_head, float_type::fp32, to, block.dim, to);
+    }
+    return {values.data(), p.tokens,  shape.kv_heads,
+            block.dim,     block.dim, static_cast<std::ptrdiff_t>(block.values())};
+}
+
+/// Statistics of one layer.
+KVQ_FUNC calibration statistics_of(const cache_shape& shape, const token_view<const float>& keys) {
+    calibration sums({1, shape.kv_heads, shape.head_dim, 0});
+    sums.add_keys(0, keys);
+    return sums;
+}
+
+KVQ_FUNC format plan_of_keys(cache& of, const page_table& table, int layer, int index) {
+    const format& base = of.table(tensor::key)[index];
+    const int tokens = of.plan_tokens(layer);
+    if (tokens == 0 || !base.wants_plan() || table.tokens < tokens) return {};
+    return of.key_plan(layer, index, [&]() -> format {
+        const cache_shape& shape = of.shape(layer);
+        const auto dim = static_cast<std::size_t>(shape.head_dim),
+                   row = dim * static_cast<std::size_t>(shape.kv_heads);
+        resource_vector<float> rows(static_cast<std::size_t>(tokens) * row, of.pool().memory()),
+            values(of.pool().memory());
+        int n = 0;
+        for (const page_span& s : table.spans) {
+            const auto keys = keys_of(of, layer, *s.pages[0], values);
+            const int taken = smaller(s.tokens, tokens - n);
+            for (int t = 0; t < taken; ++t)
+                for (int h = 0; h < shape.kv_heads; ++h)
+                    std::copy_n(keys.at(s.skip + t, h), dim,
+                                rows.data() + static_cast<std::size_t>(n + t) * row +
+                                    static_cast<std::size_t>(h) * dim);
+            n += taken;
+            if (n == tokens) break;
+        }
+        const auto saved =
+            statistics_of(shape, token_view<const float>(rows.data(), n, shape.kv_heads, shape.head_dim))
+                .save();
+        return base.functions().plans->from_statistics(base, saved.data(), saved.size());
+    });
+}
+
+KVQ_FUNC format plan_for(cache& of, const page_table& table, int layer, int index) {
+    if (index == table.targets[0] && table.plan) return table.plan;
+    if (!of.table(tensor::key)[index].wants_plan()) return {};
+    for (int i = table.committed; i-- > 0;)
+        if (const page& p = *table[i].pages[0]; p.format == index && p.plan) return p.plan;
+    return plan_of_keys(of, table, layer, index);
+}
+
+KVQ_FUNC void choose_plan(const cache& of, int layer, const page& from, const format& plan, page& to) {
+    const cache_shape& shape = of.shape(layer);
+    resource_vector<float> values(of.pool().memory());
+    const calibration sums = statistics_of(shape, keys_of(of, layer, from, values));
+    if (sums.keys(0, 0) > 0.0) {
+        std::vector<double> importance(static_cast<std::size_t>(shape.head_dim));
+        double error = 0.0;
+        for (int h = 0; h < shape.kv_heads; ++h) {
+            for (int c = 0; c < shape.head_dim; ++c)
+                importance[static_cast<std::size_t>(c)] =
+                    rounded_product(sums.key_power(0, h, c), sums.key_variance(0, h, c));
+            error += plan.functions().plans->relative_error(
+                plan.scheme(), {tensor::key, from.tokens, shape.head_dim}, {layer, h}, importance.data());
+        }
+        if (error > shape.kv_heads) return;
+    }
+    to.plan = plan;
+}
+
+}}}  // namespace kvq::detail
