@@ -154,7 +154,7 @@ TABLES = {
     "out": (("bits", ".2f"), ("bits_with_window", ".2f"), ("out", ".4f"), ("kld", ".2e"), ("worst", ".3f"),
             ("bare_out", ".4f"), ("bare_kld", ".2e"), ("key_quantize_ns", ".1f"), ("value_quantize_ns", ".1f")),
     "ppl_delta_pct": (("bits", ".2f"), ("perplexity", ".3f"), ("ppl_delta_pct", "+.2f"), ("kld", ".2e"),
-                      ("top1", ".4f"), ("window_bytes_per_token", ".0f")),
+                      ("kld_worst_window", ".2e"), ("top1", ".4f"), ("window_bytes_per_token", ".0f")),
 }  # fmt: skip
 
 

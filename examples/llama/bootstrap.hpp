@@ -17,7 +17,19 @@ struct interval {
 // What is resampled: tokens that belong together.
 struct block_sums {
     double tokens = 0.0, likelihood_change = 0.0, divergence = 0.0;
+
+    // Change of the perplexity in percent, and mean KL divergence.
+    double ppl_change_pct() const { return 100.0 * std::expm1(likelihood_change / tokens); }
+    double kl_divergence() const { return divergence / tokens; }
 };
+
+// The block with the largest divergence; one without change where there is none.
+inline block_sums worst_of(const std::vector<block_sums>& blocks) {
+    const auto worst = std::max_element(
+        blocks.begin(), blocks.end(),
+        [](const block_sums& a, const block_sums& b) { return a.kl_divergence() < b.kl_divergence(); });
+    return worst == blocks.end() ? block_sums{1.0, 0.0, 0.0} : *worst;
+}
 
 // A statistic of all blocks, and its 2.5 and 97.5 percentiles; of fewer than two blocks these are the value.
 template <class Statistic>
@@ -48,13 +60,11 @@ interval bootstrap(const std::vector<block_sums>& blocks, const Statistic& stati
     return result;
 }
 
-// Change of the perplexity in percent, and mean KL divergence.
 inline interval ppl_change_pct_of(const std::vector<block_sums>& blocks) {
-    return bootstrap(blocks,
-                     [](const block_sums& s) { return 100.0 * std::expm1(s.likelihood_change / s.tokens); });
+    return bootstrap(blocks, [](const block_sums& s) { return s.ppl_change_pct(); });
 }
 inline interval kl_divergence_of(const std::vector<block_sums>& blocks) {
-    return bootstrap(blocks, [](const block_sums& s) { return s.divergence / s.tokens; });
+    return bootstrap(blocks, [](const block_sums& s) { return s.kl_divergence(); });
 }
 
 }  // namespace llama

@@ -121,7 +121,8 @@ std::vector<scheme_result> results_of(const model_shape& shape, std::span<const 
             blocks.push_back({static_cast<double>(total.sums.tokens), change, total.sums.kl_divergence});
         }
         results.push_back({choice.label, total.sums.tokens, perplexity, ppl_change_pct_of(blocks),
-                           kl_divergence_of(blocks),
+                           kl_divergence_of(blocks), worst_of(blocks).kl_divergence(),
+                           worst_of(blocks).ppl_change_pct(),
                            static_cast<double>(total.sums.same_top) / total.sums.tokens, bytes,
                            baseline_bytes / bytes, 16.0 * bytes / baseline_bytes,
                            total.bytes_held / total.tokens_held, total.tokens_read / total.seconds});

@@ -25,14 +25,16 @@ struct scheme_result {
     std::string scheme;
     int tokens;  // predicted
     double perplexity;
-    interval ppl_delta_pct;         // against the 16-bit cache; intervals resample windows
-    interval kld;                   // mean over tokens, in nats
-    double top1;                    // share of tokens whose likeliest successor stays the same
-    double bytes_per_token;         // quantized pages
-    double compression;             // against 16-bit pages
-    double bits;                    // per quantized value, parameters included
-    double window_bytes_per_token;  // held by a sequence at the end of a window, 16-bit tokens included
-    double tokens_per_second;       // read by all threads, without the evaluation
+    interval ppl_delta_pct;             // against the 16-bit cache; intervals resample windows
+    interval kld;                       // mean over tokens, in nats
+    double worst_window_kld;            // of the window where it is largest,
+    double worst_window_ppl_delta_pct;  // and the change of its perplexity
+    double top1;                        // share of tokens whose likeliest successor stays the same
+    double bytes_per_token;             // quantized pages
+    double compression;                 // against 16-bit pages
+    double bits;                        // per quantized value, parameters included
+    double window_bytes_per_token;      // held by a sequence at the end of a window, 16-bit tokens included
+    double tokens_per_second;           // read by all threads, without the evaluation
 };
 
 // The text of each window: one token less than the window, which begins with begin-of-text. The last one may

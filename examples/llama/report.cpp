@@ -382,7 +382,7 @@ report_summary report_state::summarize() const {
             row.bits = number(state_["sizes"][scheme][0]);
             row.bytes_per_token = number(state_["sizes"][scheme][1]);
         }
-        std::vector<block_sums> blocks;
+        std::vector<block_sums> blocks, windows_sums;
         std::vector<float> divergences;
         std::vector<double> position_sums(parts, 0.0), position_tokens(parts, 0.0);
         double likelihood = 0.0, same = 0.0, held = 0.0, held_tokens = 0.0, seconds = 0.0, read = 0.0;
@@ -397,7 +397,7 @@ report_summary report_state::summarize() const {
             seconds += of.seconds;
             read += of.tokens_read;
             add_greedy(row.greedy, baselines[w], of);
-            double window_kl = 0.0, window_change = 0.0;
+            block_sums& sums = windows_sums.emplace_back();
             const std::size_t count = of.kl_divergence.size();
             const std::size_t whole = state_["facts"].value("window_tokens", count);
             for (std::size_t i = 0; i < count; ++i) {
@@ -413,18 +413,13 @@ report_summary report_state::summarize() const {
                 const double change = nll - static_cast<double>(baselines[w].negative_log_likelihood[i]);
                 blocks.back().likelihood_change += change;
                 blocks.back().divergence += kld;
-                window_change += change;
-                window_kl += kld;
+                sums.tokens += 1.0;
+                sums.likelihood_change += change;
+                sums.divergence += kld;
                 const std::size_t part =
                     std::min<std::size_t>(parts - 1, i * parts / std::max<std::size_t>(1, whole));
                 position_sums[part] += kld;
                 position_tokens[part] += 1.0;
-            }
-            const double kl = window_kl / static_cast<double>(count);
-            if (row.windows == 1 || kl > row.worst_window_kl) {
-                row.worst_window_kl = kl;
-                row.worst_window_ppl_change_pct =
-                    100.0 * std::expm1(window_change / static_cast<double>(count));
             }
             for (std::size_t i = 0; i < of.probes.size(); ++i) {
                 row.recalls.resize(std::max(row.recalls.size(), i + 1));
@@ -446,6 +441,8 @@ report_summary report_state::summarize() const {
             row.same_top = same / n;
             row.ppl_change_pct = ppl_change_pct_of(blocks);
             row.kl_divergence = kl_divergence_of(blocks);
+            row.worst_window_kl = worst_of(windows_sums).kl_divergence();
+            row.worst_window_ppl_change_pct = worst_of(windows_sums).ppl_change_pct();
             const std::size_t worst = std::max<std::size_t>(1, divergences.size() / 100);
             std::partial_sort(divergences.begin(), divergences.begin() + static_cast<std::ptrdiff_t>(worst),
                               divergences.end(), std::greater<>());

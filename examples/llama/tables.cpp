@@ -30,6 +30,8 @@ nlohmann::ordered_json to_json(const scheme_result& result) {
             {"kld", result.kld.value},
             {"kld_low", result.kld.low},
             {"kld_high", result.kld.high},
+            {"kld_worst_window", result.worst_window_kld},
+            {"ppl_delta_pct_worst_window", result.worst_window_ppl_delta_pct},
             {"top1", result.top1},
             {"bits", result.bits},
             {"bytes_per_token", result.bytes_per_token},
@@ -51,7 +53,8 @@ void write_table(std::ostream& out, std::span<const scheme_result> results) {
     const int name_width = name_width_of(results);
 
     out << std::left << std::setw(name_width) << "scheme" << std::right
-        << "  perplexity   change %  KL divergence      (95 % interval)  same top-1 %  bits  bytes/token  "
+        << "  perplexity   change %  KL divergence      (95 % interval)  worst window  same top-1 %  bits  "
+           "bytes/token  "
            "compression  "
            "held/token  tokens/s\n";
     for (const scheme_result& result : results) {
@@ -59,8 +62,9 @@ void write_table(std::ostream& out, std::span<const scheme_result> results) {
             << std::fixed << std::setprecision(4) << std::setw(12) << result.perplexity             //
             << std::showpos << std::setprecision(3) << std::setw(11) << result.ppl_delta_pct.value  //
             << std::noshowpos << std::scientific << std::setprecision(2) << std::setw(15) << result.kld.value
-            << "  (" << result.kld.low << ' ' << result.kld.high << ')' << std::fixed << std::setprecision(2)
-            << std::setw(14) << 100.0 * result.top1  //
+            << "  (" << result.kld.low << ' ' << result.kld.high << ')' << std::setw(14)
+            << result.worst_window_kld << std::fixed << std::setprecision(2) << std::setw(14)
+            << 100.0 * result.top1  //
             << std::setprecision(1);
         // A live cache has no fixed size per token.
         if (std::isnan(result.bytes_per_token)) {
