@@ -1,6 +1,7 @@
 #include "commands.hpp"
 #include "read_file.hpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <iostream>
 #include <sstream>
@@ -34,6 +35,10 @@ void write_result(const std::string& label, const generation_result& total) {
                  label.c_str(), total.prompt_tokens, total.prompt_tokens / total.prompt_seconds,
                  total.generated_tokens, total.generated_tokens / total.seconds, total.tokens_held,
                  total.bytes_held, static_cast<double>(total.bytes_held) / total.tokens_held);
+    if (total.drafted_tokens > 0) {
+        std::fprintf(stderr, "%d tokens drafted, %d accepted: %.1f %%\n", total.drafted_tokens,
+                     total.accepted_tokens, 100.0 * total.accepted_tokens / total.drafted_tokens);
+    }
 }
 
 void run_generate(const options& chosen) {
@@ -52,17 +57,22 @@ void run_generate(const options& chosen) {
     }
     const model model(weights_of(chosen));
     const tokenizer pieces = tokenizer_of(chosen, model.shape());
-    const scheme_choice scheme = scheme_of(chosen);
+    scheme_choice scheme = scheme_of(chosen);
 
     generation_result total;
     generation_settings settings = chosen.generation;
     settings.chunk = chosen.chunk;
+    if (settings.draft > 0) {  // what it trims comes back exactly
+        scheme.settings.rollback = std::max(scheme.settings.rollback, settings.draft + 1);
+    }
     for (int sample = 0; sample < chosen.samples; ++sample) {
         std::cout << (sample > 0 ? "\n" : "");
         const auto result = generate(model, pieces, scheme, settings, std::cout);
         total.prompt_tokens += result.prompt_tokens;
         total.prompt_seconds += result.prompt_seconds;
         total.generated_tokens += result.generated_tokens;
+        total.drafted_tokens += result.drafted_tokens;
+        total.accepted_tokens += result.accepted_tokens;
         total.seconds += result.seconds;
         total.tokens_held += result.tokens_held;
         total.bytes_held += result.bytes_held;
@@ -97,6 +107,11 @@ void add_generate(CLI::App& app, options& chosen) {
         ->capture_default_str();
     generate.add_option("--samples", chosen.samples, "texts to generate, one seed after the other")
         ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+    generate
+        .add_option("--draft", chosen.generation.draft,
+                    "tokens that the model drafts from the upper planes of nested8 before it checks them")
+        ->check(CLI::Range(0, 16))
         ->capture_default_str();
     generate.add_option("--load", chosen.generation.load, "go on from a saved cache");
     generate.add_option("--save", chosen.generation.save,

@@ -3,10 +3,57 @@
 #include "live_cache.hpp"
 #include "stopwatch.hpp"
 
+#include <algorithm>
 #include <ostream>
 #include <stdexcept>
 
 namespace llama {
+namespace {
+
+// Greedy text in which the model drafts for itself: tokens one by one from the upper planes of the cache, then
+// one pass over both planes for all of them, which keeps those that it would have chosen, and one more.
+// emit: returns false at the end of the text. states: of the last token that the cache holds.
+template <class Emit>
+void generate_by_drafts(const model& llama, kv_cache& cache, matrix states, int draft, int steps,
+                        const sampling& how, activations& space, generation_result& result, Emit&& emit) {
+    sampler pick(how);
+    matrix logits;
+    const auto choose = [&](Eigen::Index row) {
+        return pick({logits.row(row).data(), static_cast<std::size_t>(logits.cols())});
+    };
+    llama.logits(states, logits, space.workers);
+    std::vector<int> tokens{choose(0)};
+    while (emit(tokens[0]) && result.generated_tokens < steps) {
+        const int held = result.tokens_held,
+                  count =
+                      std::min({draft, steps - result.generated_tokens, llama.shape().context - held - 1});
+        cache.read_upper_planes(true);
+        for (int i = 0; i < count; ++i) {
+            states = llama.forward({&tokens.back(), 1}, held + i, cache, 1, space);
+            llama.logits(states, logits, space.workers);
+            tokens.push_back(choose(0));
+        }
+        cache.read_upper_planes(false);
+        cache.trim(held);
+        states = llama.forward(tokens, held, cache, count + 1, space);
+        llama.logits(states, logits, space.workers);
+        int kept = 0;
+        bool more = true;
+        while (kept < count && tokens[static_cast<std::size_t>(kept) + 1] == choose(kept) && more) {
+            more = emit(tokens[static_cast<std::size_t>(++kept)]);
+        }
+        result.drafted_tokens += count;
+        result.accepted_tokens += kept;
+        result.tokens_held = held + kept + 1;
+        cache.trim(result.tokens_held);
+        if (!more) {
+            break;
+        }
+        tokens = {choose(kept)};
+    }
+}
+
+}  // namespace
 
 generation_result generate(const model& llama, const tokenizer& pieces, const scheme_choice& scheme,
                            const generation_settings& settings, std::ostream& out) {
@@ -14,6 +61,11 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
     auto* const living = dynamic_cast<live_cache*>(cache.get());
     if (living == nullptr && !(settings.load.empty() && settings.save.empty())) {
         throw std::invalid_argument("scheme " + scheme.label + " cannot be saved, a live cache can");
+    }
+    if (settings.draft > 0 && (settings.sampler.temperature > 0.0 || llama.shape().has_state())) {
+        throw std::invalid_argument(llama.shape().has_state()
+                                        ? "models with recurrent layers do not draft for themselves"
+                                        : "drafts need --temperature 0");
     }
     const int loaded = settings.load.empty() ? 0 : living->load(settings.load);
 
@@ -48,15 +100,26 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
                              .tokens_held = read};
     const stopwatch time;
     int previous = prompt.back();
-    while (result.generated_tokens < steps) {
-        llama.logits(states, logits, space.workers);
-        const int token = pick({logits.data(), static_cast<std::size_t>(logits.size())});
-        if (pieces.ends_text(token)) {
-            break;
+    const auto emit = [&](int token) {
+        if (pieces.ends_text(token) || result.generated_tokens == steps) {
+            return false;
         }
         out << pieces.decode(previous, token) << std::flush;
         previous = token;
-        if (++result.generated_tokens < steps) {
+        ++result.generated_tokens;
+        return true;
+    };
+    if (settings.draft > 0) {
+        generate_by_drafts(llama, *cache, states, settings.draft, steps, settings.sampler, space, result,
+                           emit);
+    }
+    while (settings.draft == 0 && result.generated_tokens < steps) {
+        llama.logits(states, logits, space.workers);
+        const int token = pick({logits.data(), static_cast<std::size_t>(logits.size())});
+        if (!emit(token)) {
+            break;
+        }
+        if (result.generated_tokens < steps) {
             states = llama.forward({&token, 1}, result.tokens_held, *cache, 1, space);
             ++result.tokens_held;
         }

@@ -16,6 +16,7 @@ struct generation_settings {
     int chunk = 512;  // tokens of the prompt per prefill
     int threads = 1;
     int steps = 0;  // 0: until the context is full
+    int draft = 0;  // tokens to draft from the upper planes before a pass over both checks them; 0: none
     sampling sampler;
     std::string load, save;  // files of a live cache (live_cache.hpp): continue from one, write one
 };
@@ -24,6 +25,7 @@ struct generation_result {
     int prompt_tokens = 0;        // begin-of-text included, without the tokens of a loaded cache
     double prompt_seconds = 0.0;  // time to read the prompt
     int generated_tokens = 0;
+    int drafted_tokens = 0, accepted_tokens = 0;
     double seconds = 0.0;  // for the generated tokens alone
     int tokens_held = 0;
     std::size_t bytes_held = 0;

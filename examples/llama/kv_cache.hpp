@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <limits>
+#include <stdexcept>
 
 namespace llama {
 
@@ -44,6 +45,11 @@ public:
     // Removes every token from position `tokens` on, in all layers. With recurrent layers all go back to a
     // snapshot: returns how many tokens before `tokens` must be read again (model::trim).
     virtual int trim(int tokens) = 0;
+
+    // From now on, does attention leave out the lower planes of pages with two (kvq/format/planes.hpp)?
+    virtual void read_upper_planes(bool) {
+        throw std::invalid_argument("this cache has no pages with two planes, a cache of nested8 has");
+    }
 
     // Bytes that this sequence holds now, window included.
     virtual std::size_t bytes() const = 0;

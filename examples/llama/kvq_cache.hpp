@@ -48,9 +48,9 @@ public:
                               kvq::tokens_of(out, shape_.heads), mods, workers, workspace_);
         };
         if (shape_.attention_softcap > 0.0F) {
-            attend(kvq::softcap{shape_.attention_softcap});
+            attend(kvq::mods{kvq::softcap{shape_.attention_softcap}, upper_});
         } else {
-            attend(kvq::causal{});
+            attend(upper_);
         }
     }
 
@@ -62,12 +62,15 @@ public:
     kvq::recurrent_state* state() override { return shape_.has_state() ? &sequence_.state() : nullptr; }
     int trim(int tokens) override { return sequence_.trim(tokens); }
 
+    void read_upper_planes(bool alone) override { upper_.only = alone; }
+
     std::size_t bytes() const override { return sequence_.usage().bytes; }
 
 protected:
     model_shape shape_;
     kvq::cache cache_;
     kvq::sequence sequence_;
+    kvq::upper_plane upper_{false};
     kvq::workspace workspace_;  // kept, so that decode steps do not allocate
 };
 

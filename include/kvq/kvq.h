@@ -862,6 +862,7 @@ typedef struct kvq_save_options {
     size_t size;
     const char* model;  // any text by which the engine recognizes its model. NULL: "" to save, any to restore
     int32_t convert;    // restore: 1: pages may change to the formats and the layout of this cache
+    int32_t upper_only;  // save: 1: of pages with two planes (format nested8) the upper one alone
 } kvq_save_options;
 
 /// Writes a sequence as a safetensors file (docs/guide/save.md). options may be NULL. KVQ_ERROR_UNSUPPORTED

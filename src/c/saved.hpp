@@ -20,7 +20,9 @@ struct caller_source {
 
 inline save_options to_save(const kvq_save_options* given) {
     const kvq_save_options o = read_optional(given, "options");
-    return {o.model ? o.model : ""};
+    expect(o.upper_only == 0 || o.upper_only == 1, KVQ_ERROR_ARGUMENT, "options: upper_only is ",
+           o.upper_only, ", not 0 or 1");
+    return {.model = o.model ? o.model : "", .upper_only = o.upper_only != 0};
 }
 inline restore_options to_restore(const kvq_save_options* given) {
     const kvq_save_options o = read_optional(given, "options");

@@ -180,6 +180,37 @@ TEST_CASE("a step down to the upper plane frees the lower one where it lies; for
     }
 }
 
+TEST_CASE("files: both planes, or the upper one as pages of its format") {
+    test::generator random(test::seed());
+    const kvq::cache_shape shape{1, 2, 64, 32};
+    kvq::cache_options options;
+    options.page_tokens = 32;
+    options.recent = 32;
+    nested_cache cache(shape, options);
+    one_plane other(shape, options);
+    const test::stream s(random, shape, 256);
+    auto sequence = cache.new_sequence();
+    test::append(sequence, 1, s, 0, 256);
+    CHECK(test::contents(cache, test::restored(cache, test::saved(sequence))) ==
+          test::contents(cache, sequence));
+    const auto upper = test::saved(sequence, {.upper_only = true});
+    CHECK(upper.size() == kvq::saved_bytes(sequence, {.upper_only = true}));
+    auto fork = sequence.fork();
+    cache.requantize(fork, {.key = 1, .value = 1});
+    CHECK(test::contents(cache, test::restored(cache, upper)) == test::contents(cache, fork));
+    // A cache of the format alone reads them.
+    auto one = other.new_sequence();
+    test::append(one, 1, s, 0, 256);
+    CHECK(test::contents(other, test::restored(other, upper, {.convert = true})) ==
+          test::contents(other, one));
+    test::typed_cache<test::with_planes<kvq::std4::keys>, test::with_planes<kvq::std4::values>> alone(
+        shape, options);
+    auto unlisted = alone.new_sequence();
+    test::append(unlisted, 1, s, 0, 256);
+    CHECK(test::contains(test::message_of([&] { (void)test::saved(unlisted, {.upper_only = true}); }),
+                         "does not list the format of the upper one, channel4-g64-coded"));
+}
+
 TEST_CASE("what has no codes of 4 bits has no lower plane") {
     CHECK(test::contains(
         test::message_of([] { (void)kvq::with_lower_plane(test::made<test::usual>(kvq::int8{})); }),

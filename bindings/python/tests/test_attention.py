@@ -192,6 +192,17 @@ class Selection(Base):
         self.assertTrue((np.abs(out - exact) <= 2 * skipping.most_left_out * largest + 1e-3).all())
         self.assertTrue((out != exact).any())
 
+    def test_two_planes(self):
+        s, _, _ = self.filled(500, "nested8,nested4", sinks=2, recent=8)
+        q = self.tensor(1, Q)
+        both, upper = s.attend(0, q), s.attend(0, q, mods=kvq.Mods(upper_only=True))
+        self.assertTrue((both != upper).any())
+        whole, half = s.to_bytes(), s.to_bytes(upper_only=True)
+        self.assertLess(len(half), 0.8 * len(whole))
+        self.assertTrue((s.cache.from_bytes(half).attend(0, q) == upper).all())
+        s.requantize("nested4", "nested4")
+        self.assertTrue((s.attend(0, q) == upper).all())
+
 
 class Attend(Base):
     def test_prefill_and_decode(self):

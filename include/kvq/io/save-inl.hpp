@@ -16,7 +16,10 @@ namespace detail {
 class sequence_writer {
 public:
     sequence_writer(const sequence& s, const save_options& options)
-        : sequence_(s), cache_(sequence_access::cache(s)), scratch_(cache_.pool().memory()) {
+        : sequence_(s),
+          cache_(sequence_access::cache(s)),
+          upper_only_(options.upper_only),
+          scratch_(cache_.pool().memory()) {
         const saved_description d = describe(cache_, s, options);
         header_.metadata = d.to_metadata();
         plans_.assign(d.schemes[0].begin() + cache_.table(tensor::key).size(), d.schemes[0].end());
@@ -40,7 +43,7 @@ public:
         for_each_page([&](const saved_page& row, const page& p) {
             index_.push_back(row);
             crc32c checksum;
-            p.for_each_plane([&](const void* data, std::size_t bytes) { checksum.add(data, bytes); });
+            for_each_plane(p, [&](const void* data, std::size_t bytes) { checksum.add(data, bytes); });
             index_.back().checksum = checksum.value();
             add_page(row, p);
         });
@@ -80,12 +83,34 @@ public:
         const std::uint32_t checksum = seal.value();
         sink(&checksum, sizeof(checksum));
         for_each_page([&](const saved_page&, const page& p) {
-            p.for_each_plane([&](const void* data, std::size_t bytes) { sink(data, bytes); });
+            for_each_plane(p, [&](const void* data, std::size_t bytes) { sink(data, bytes); });
         });
         if (cache_.state_layout()) write_recurrent_state_to(sink, sequence_.state());
     }
 
 private:
+    std::size_t written_bytes_of(const page& p) const noexcept {
+        return upper_only_ ? p.upper_bytes() : p.bytes;
+    }
+    template <class F>
+    void for_each_plane(const page& p, F&& f) const {
+        p.for_each_plane([&](const std::byte* data, std::size_t bytes) {
+            if (data != p.lower || !upper_only_) f(data, bytes);
+        });
+    }
+    /// The format that a page has in the file.
+    int written_format(const page& p, tensor role) const {
+        if (!upper_only_ || !p.lower) return p.format;
+        const format_table& table = cache_.table(role);
+        int i = 0;
+        while (i < table.size() && !table.drops_lower(p.format, i)) ++i;
+        expect(i < table.size(), "pages of ", format_text(table[p.format]),
+               " are saved without their lower planes, and the cache does not list the format of the upper "
+               "one, ",
+               format_text(table[p.format].functions().upper(table[p.format].scheme())));
+        return i;
+    }
+
     std::uint64_t layers() const { return static_cast<std::uint64_t>(cache_.layer_count()); }
 
     static saved_description describe(const cache& of, const sequence& s, const save_options& options) {
@@ -147,7 +172,8 @@ private:
                                      ? copies_name(layer, role, row.tokens, cache_.geometry())
                                      : pages_name(layer, role, row.format, row.tokens, cache_.geometry());
         const auto heads = static_cast<std::uint64_t>(cache_.shape(layer).kv_heads);
-        if (header_.tensors.back().name != name) add_tensor(name, "U8", {0, heads, p.bytes / heads});
+        if (header_.tensors.back().name != name)
+            add_tensor(name, "U8", {0, heads, written_bytes_of(p) / heads});
         ++header_.tensors.back().shape[0];
     }
 
@@ -166,7 +192,7 @@ private:
                 for (const written_pages::entry& e : pages.all())
                     rows.push_back({{static_cast<std::uint32_t>(layer), static_cast<std::uint32_t>(role),
                                      static_cast<std::uint32_t>(e.kind), static_cast<std::uint32_t>(e.span),
-                                     format_of(e.page->format, e.page->plan),
+                                     format_of(written_format(*e.page, role), e.page->plan),
                                      static_cast<std::uint32_t>(e.page->tokens), e.page->not_finite, 0},
                                     rows.size()});
                 std::sort(rows.begin(), rows.end(),
@@ -187,6 +213,7 @@ private:
 
     const sequence& sequence_;
     const cache& cache_;
+    bool upper_only_;
     page_pool scratch_;
     safetensors_header header_;
     std::vector<scheme_identity> plans_;  // of keys

@@ -18,6 +18,9 @@ struct save_options {
     /// same tokens and attention, but a trim into pages that are quantized now keeps their codes
     /// (sequence::drop_copies).
     bool copies = true;
+    /// Of pages with two planes the upper one alone, as pages of its format, which the cache must list: half
+    /// of the bytes, for what is kept long (format/planes.hpp).
+    bool upper_only = false;
 };
 
 namespace detail {

@@ -164,7 +164,7 @@ KVQ_FUNC bool prefix_tiers::write(token_ids tokens, const kvq::sequence& s) {
     const attempted how = attempt([&] {
         file& f = fresh.emplace_back();
         f.path = folder_.file(number_++);
-        save(s, f.path, {.model = model_of(tokens)});
+        save(s, f.path, {.model = model_of(tokens), .upper_only = options_.upper_only});
         std::error_code failed;
         f.bytes = static_cast<std::size_t>(std::filesystem::file_size(f.path, failed));
         detail::expect(!failed, "cannot see ", f.path, ": ", failed.message());

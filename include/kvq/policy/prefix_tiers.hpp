@@ -32,6 +32,7 @@ struct prefix_tier_options {
         ".";  ///< exists; the store makes `kvq-prefixes-<random>` there, with files `prefix-7.safetensors`
     std::size_t file_bytes = (std::numeric_limits<std::size_t>::max)();  ///< for all files
     std::string model = {};                                              ///< as in save_options
+    bool upper_only = false;                                             ///< the same
 };
 
 enum class prefix_tier : unsigned char { none, memory, file };

@@ -266,7 +266,7 @@ class kvq_budget_query(Struct):
 
 
 class kvq_save_options(Struct):
-    _fields_ = [("size", c_size_t), ("model", c_char_p), ("convert", c_int32)]
+    _fields_ = [("size", c_size_t), ("model", c_char_p), ("convert", c_int32), ("upper_only", c_int32)]
 
 
 class kvq_prefix_cache_options(Struct):

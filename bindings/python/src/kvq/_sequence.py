@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 File = Union[str, "os.PathLike[str]", BinaryIO]
 
 
-def save_options(model: Optional[str], convert: bool = False) -> Any:
-    return ctypes.byref(_abi.kvq_save_options(model=text(model), convert=int(convert)))
+def save_options(model: Optional[str], convert: bool = False, upper_only: bool = False) -> Any:
+    return ctypes.byref(_abi.kvq_save_options(model=text(model), convert=int(convert), upper_only=int(upper_only)))
 
 
 def selection(q: Tensor, weights: Tensor, best: int, place: str = "") -> Tuple[Any, Any, Tensor, int]:
@@ -305,19 +305,22 @@ class Sequence(TokenStore):
         """Cache.step_down for this sequence alone."""
         return self.cache.step_down([self], policy, threads)
 
-    def save(self, to: File, model: str = "") -> None:
+    def save(self, to: File, model: str = "", *, upper_only: bool = False) -> None:
         """Writes a safetensors file. to: a path, renamed when it is complete, or a binary file that is open for writing.
 
-        model: any text by which the model is recognized
+        model       any text by which the model is recognized
+        upper_only  of pages with two planes (format "nested8") the upper one alone, which the cache must list
         """
+        options = save_options(model, upper_only=upper_only)
         if hasattr(to, "write"):
-            stream(lambda write: library.kvq_sequence_save(self, save_options(model), write, None), to.write)
+            stream(lambda write: library.kvq_sequence_save(self, options, write, None), to.write)
         else:
-            library.kvq_sequence_save_file(self, save_options(model), os.fsencode(to))
+            library.kvq_sequence_save_file(self, options, os.fsencode(to))
 
-    def to_bytes(self, model: str = "") -> bytes:
+    def to_bytes(self, model: str = "", *, upper_only: bool = False) -> bytes:
         """The file of save() as bytes, for Cache.from_bytes."""
-        return written(lambda write: library.kvq_sequence_save(self, save_options(model), write, None))
+        options = save_options(model, upper_only=upper_only)
+        return written(lambda write: library.kvq_sequence_save(self, options, write, None))
 
     def send_pages(self, layer: int) -> List[bytes]:
         """The pages of a layer as messages to a process that decodes on, for Receiver.accept."""

@@ -587,6 +587,7 @@ pub struct kvq_save_options {
     pub size: usize,
     pub model: *const c_char,
     pub convert: i32,
+    pub upper_only: i32,
 }
 
 #[repr(C)]

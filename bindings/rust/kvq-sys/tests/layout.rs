@@ -80,7 +80,7 @@ fn layouts() {
     layout!(lines, kvq_footprint: size, quantized, window, rollback, bookkeeping, workspace, attention, total,
         transient, unused, state);
     layout!(lines, kvq_budget_query: size, tokens, sequences, chunk, cuts, cross_tokens);
-    layout!(lines, kvq_save_options: size, model, convert);
+    layout!(lines, kvq_save_options: size, model, convert, upper_only);
     layout!(lines, kvq_prefix_cache_options: size, byte_limit, max_entries, min_prefix_tokens, min_quantize_tokens,
         reserved, keys, values);
     layout!(lines, kvq_prefix_cache_statistics: size, fetches, tokens_saved, stored, duplicates, rejections, replaced,
