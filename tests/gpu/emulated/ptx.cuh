@@ -345,6 +345,7 @@ void copy_wait() {
 inline void prefetch_line(const void*) {}
 inline void prefetch_lines(const std::byte*, int, int) {}
 inline void prefetch_bulk(const void*, int) {}
+inline unsigned load_acquired(const unsigned* from) { return *from; }
 inline void launch_dependents() {
     if (emulated::predecessor) emulated::predecessor(false);
 }

@@ -280,7 +280,8 @@ __device__ __forceinline__ const std::byte* resident_parameters(const resident_m
     const std::size_t at =
         static_cast<std::size_t>(page) * static_cast<std::size_t>(heads) + static_cast<std::size_t>(head);
     std::byte* const held = r.parameters + at * r.parameter_bytes;
-    if (const unsigned generation = r.generations[page]; r.tags[at] != generation) {
+    // Another thread block may have just copied them, beside those of a head that were read before.
+    if (const unsigned generation = r.generations[page]; load_acquired(r.tags + at) != generation) {
         for (std::size_t i = static_cast<std::size_t>(lane); i < r.parameter_bytes / 4; i += warp_size)
             reinterpret_cast<unsigned*>(held)[i] = reinterpret_cast<const unsigned*>(block + At)[i];
         __threadfence();
