@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "support/attention_error.hpp"
+#include "support/memory.hpp"
 #include "support/messages.hpp"
 #include "support/saved.hpp"
 
@@ -178,6 +179,64 @@ TEST_CASE("a step down to the upper plane frees the lower one where it lies; for
             CHECK(std::memcmp(mine.data(), theirs.data(), mine.bytes) == 0);
         }
     }
+}
+
+TEST_CASE(
+    "the codes of both planes lie in the same words: x^ from the bytes, as the page format draws them") {
+    test::generator random(test::seed());
+    const kvq::cache_shape shape{1, 1, 64, 0};
+    kvq::cache_options options;
+    options.page_tokens = 32;
+    options.sinks = options.recent = 0;
+    nested_cache cache(shape, options);
+    auto sequence = cache.new_sequence();
+    test::append(sequence, 1, test::stream(random, shape, 64), 0, 64);
+    const kvq::page& p = *sequence.pages(0).at(0).keys;
+    // 32 tokens are one tile, and share their parameters; a word is 8 channels of a token.
+    const auto code = [](const std::byte* plane, int token, int channel) {
+        const auto byte = static_cast<int>(plane[4 * (channel / 8 * 32 + token) + channel % 4]);
+        return channel % 8 < 4 ? byte & 15 : byte >> 4;
+    };
+    const auto both = test::dequantized(sequence, shape, 0, kvq::tensor::key);
+    auto upper = sequence.fork();
+    cache.requantize(upper, {.key = 1, .value = 1});
+    const auto coarse = test::dequantized(upper, shape, 0, kvq::tensor::key);
+    for (int c = 0; c < 64; ++c) {
+        int least = 0, most = 0;
+        for (int t = 0; t < 32; ++t) {
+            if (code(p.data(), t, c) < code(p.data(), least, c)) least = t;
+            if (code(p.data(), t, c) > code(p.data(), most, c)) most = t;
+        }
+        const auto of = [&](int t) { return static_cast<double>(coarse.view().at(t, 0)[c]); };
+        const double step = (of(most) - of(least)) / (code(p.data(), most, c) - code(p.data(), least, c));
+        for (int t = 0; t < 32; ++t) {
+            const double wanted = of(t) + step * (code(p.lower, t, c) - 7.5) / 16.0;
+            CHECK(std::fabs(static_cast<double>(both.view().at(t, 0)[c]) - wanted) < 1e-5);
+        }
+    }
+}
+
+TEST_CASE("a step that was reserved has memory for both planes") {
+    test::generator random(test::seed());
+    const kvq::cache_shape shape{2, 2, 48, 0};
+    test::counting_resource memory;
+    kvq::cache_options options;
+    options.page_tokens = 32;
+    options.recent = 16;
+    options.memory = &memory;
+    nested_cache cache(shape, options);
+    const test::stream s(random, shape, 200);
+    auto sequence = cache.new_sequence(), plain = cache.new_sequence();
+    test::append(plain, 2, s, 0, 100);
+    test::append(plain, 2, s, 100, 80);
+    test::append(sequence, 2, s, 0, 100);
+    kvq::workspace space;
+    const kvq::step_request step{&sequence, 80};
+    cache.reserve(std::span(&step, 1), 4, 1, space);
+    memory.fail_every(1);
+    test::append(sequence, 2, s, 100, 80);
+    memory.fail_every(0);
+    CHECK(test::contents(cache, sequence) == test::contents(cache, plain));
 }
 
 TEST_CASE("files: both planes, or the upper one as pages of its format") {

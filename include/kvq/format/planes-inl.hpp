@@ -59,17 +59,17 @@ struct plane_record : format_record {
         table.quantize = &quantize;
         table.quantize_values = [](const void* self, const block_shape& shape, block_id id, float* values,
                                    std::byte* block) {
-            const common_vector<float> kept = copy_of(values, shape);
+            common_vector<float> kept = copy_of(values, shape);
             const auto found = functions_of(self).quantize_values(state_of(self), shape, id, values, block);
-            write_lower(self, shape, id, block, kept);
+            write_lower(self, shape, id, block, kept.data());
             return found;
         };
         table.requantize_values = [](const void* self, const block_shape& shape, block_id id, float* values,
                                      float* token_scales, std::byte* block) {
-            const common_vector<float> kept = copy_of(values, shape);
+            common_vector<float> kept = copy_of(values, shape);
             const auto found =
                 functions_of(self).requantize_values(state_of(self), shape, id, values, token_scales, block);
-            write_lower(self, shape, id, block, kept);
+            write_lower(self, shape, id, block, kept.data());
             return found;
         };
         if (table.read_token_scales)
@@ -140,28 +140,22 @@ private:
         std::memcpy(copy.data(), values, shape.values() * sizeof(float));
         return copy;
     }
+    /// values: [tokens][dim], overwritten.
     static void write_lower(const void* self, const block_shape& shape, block_id id, const std::byte* block,
-                            const common_vector<float>& values) {
+                            float* values) {
         if (!id.lower) return;
         const format_functions& f = functions_of(self);
         std::memset(id.lower, 0, lower_bytes(self, shape));  // odd rows and columns leave gaps
-        common_vector<float> turned;
-        const float* x = values.data();
-        if (f.transforms) {
-            turned = copy_of(x, shape);
-            f.transform_query(state_of(self), shape, id, turned.data(), shape.dim, shape.tokens);
-            x = turned.data();
-        }
-        f.planes->write(state_of(self), shape, id, block, x);
+        if (f.transforms) f.transform_query(state_of(self), shape, id, values, shape.dim, shape.tokens);
+        f.planes->write(state_of(self), shape, id, block, values);
     }
     static std::uint32_t quantize(const void* self, const block_shape& shape, block_id id, float_type type,
                                   const std::byte* from, std::byte* block, float* scratch) {
         const format_functions& f = functions_of(self);
         const auto found = f.quantize(state_of(self), shape, id, type, from, block, scratch);
         if (!id.lower) return found;
-        common_vector<float> values(shape.values());
-        visit_float_type(type, [&]<class T>(T) { full<T>{}.dequantize(shape, id, from, values.data()); });
-        write_lower(self, shape, id, block, values);
+        visit_float_type(type, [&]<class T>(T) { full<T>{}.dequantize(shape, id, from, scratch); });
+        write_lower(self, shape, id, block, scratch);
         return found;
     }
     /// x^ of both planes, to [tokens][dim].
@@ -175,6 +169,7 @@ private:
                            float_type type, void* out, std::ptrdiff_t stride, float* scratch) {
         const format_functions& f = functions_of(self);
         if (!id.lower) return f.dequantize(state_of(self), shape, id, block, type, out, stride, scratch);
+        // `out` may be the scratch.
         common_vector<float> values(shape.values());
         read_both(self, shape, id, block, values.data());
         visit_float_type(type, [&]<class T>(T) {
