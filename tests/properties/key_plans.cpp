@@ -5,12 +5,14 @@
 
 #include <cmath>
 #include <kvq/cache/page_list.hpp>
+#include <kvq/estimate/budget.hpp>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/io/restore.hpp>
 #include <kvq/io/save.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 
 #include "support/caches.hpp"
+#include "support/memory.hpp"
 #include "support/messages.hpp"
 
 namespace key_plan_tests {
@@ -430,6 +432,63 @@ TEST_CASE("key plans: layers that differ, and those without a plan") {
     kvq::cache_options few = options;
     few.statistics_tokens = 63;
     CHECK(test::contains(test::message_of([&] { kvq::cache none(layers, few); }), "63"));
+}
+
+TEST_CASE("key plans: the budget is what the hungriest step takes") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < 4; ++round) {
+        const kvq::cache_shape shape{random.between(1, 2), 1, 8, 0};
+        kvq::cache_options options = options_with(random, key_statistics::own, random.between(64, 120));
+        const kvq::budget_use use{.tokens = random.between(40, 260), .chunk = random.between(1, 40)};
+        INFO(use.tokens, " tokens in chunks of ", use.chunk, ", plans of ", options.statistics_tokens,
+             ", recent ", options.recent, ", pages of ", options.page_tokens, ", rollback ",
+             options.rollback);
+        kvq::cache cache(shape, options);
+        const test::stream s = text_of(random, shape, 260, 0);
+        std::vector<kvq::sequence> one;
+        one.push_back(cache.new_sequence());
+        std::size_t most = 0;
+        for (int held = 0; held < use.tokens; ++held) {
+            for (int n = 1; n <= std::min(use.chunk, use.tokens - held); ++n) {
+                const kvq::step_request step{&one[0], n, 1};
+                kvq::workspace space;
+                cache.reserve(std::span(&step, 1), 1, 1, space);
+                most = std::max(most, cache.bytes_in_use());
+                one[0].release_reserved();
+            }
+            test::append(one[0], shape.layers, s, held, 1);
+        }
+        CHECK(kvq::budget(options, shape, use) == most);
+    }
+}
+
+TEST_CASE("key plans: where memory runs out in the step that makes a plan, nothing has changed") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    test::counting_resource memory;
+    const kvq::cache_shape shape{1, 2, 16, 0};
+    kvq::cache_options options = options_with(random, key_statistics::own, 100);
+    options.memory = &memory;
+    kvq::cache cache(shape, options);
+    const test::stream s = text_of(random, shape, 300, 0);
+    kvq::sequence sequence = cache.new_sequence();
+    test::append(sequence, 1, s, 0, 90);
+    const kvq::sequence before = sequence.fork();
+    const auto bytes = cache.bytes_in_use();
+    test::fail_everywhere(
+        memory, [&] { sequence.append(0, s.k.slice(90, 150), s.v.slice(90, 150)); },
+        [&] {
+            REQUIRE(cache.bytes_in_use() == bytes);
+            REQUIRE(sequence.tokens() == 90);
+            check_equal(sequence, before, 1);
+        });
+    CHECK(planned_pages(sequence, 0) > 0);
+    kvq::sequence expected = cache.new_sequence();
+    test::append(expected, 1, s, 0, 240);
+    check_equal(sequence, expected, 1);
 }
 
 }  // namespace key_plan_tests

@@ -148,10 +148,11 @@ private:
         return n > 0 &&
                std::any_of(kinds_.begin(), kinds_.end(), [n](const kind& k) { return k.commits_from == n; });
     }
-    /// Do pages wait for a plan in a layer of n tokens, or have copies since?
+    /// May a step to n tokens begin where pages wait for a plan, or have copies since?
     bool waits(int n) const noexcept {
         return std::any_of(kinds_.begin(), kinds_.end(), [&](const kind& k) {
-            return k.commits_from > 0 && n >= k.commits_from - period() && n <= k.commits_from + rollback_;
+            return k.commits_from > 0 && n >= k.commits_from - period() &&
+                   n <= std::int64_t{k.commits_from} + rollback_ + use_.chunk;
         });
     }
 
