@@ -357,14 +357,18 @@ double error_of(const std::string& name, kvq::tensor role, double* bits) {
     std::mt19937 random(1);
     std::normal_distribution<float> normal;
     std::vector<float> x(shape.values()), given, y(shape.values()), scratch(shape.values());
-    std::vector<std::byte> block(f.block_bytes(shape));
+    std::vector<std::byte> memory(f.block_bytes(shape));
+    const std::size_t lower = f.lower_bytes(shape);
+    kvq::block_id id;
+    std::byte* const block =
+        f.block_at(shape, memory.data(), lower > 0 ? memory.data() + memory.size() - lower : nullptr, 0, id);
     error_sum sum;
     for (int page = 0; page < 32; ++page) {
         for (float& v : x) v = normal(random);
         given = x;
         const kvq::format_functions& run = f.functions();
-        run.quantize_values(f.scheme(), shape, {}, given.data(), block.data());
-        run.dequantize(f.scheme(), shape, {}, block.data(), kvq::float_type::fp32, y.data(), shape.dim,
+        run.quantize_values(f.scheme(), shape, id, given.data(), block);
+        run.dequantize(f.scheme(), shape, id, block, kvq::float_type::fp32, y.data(), shape.dim,
                        scratch.data());
         for (std::size_t i = 0; i < x.size(); ++i) sum.add(x[i], y[i]);
     }
@@ -378,7 +382,8 @@ int print_errors() {
         "their own\n\n"
         "| format | bits | keys | values |\n|---|---:|---:|---:|\n",
         kvq::default_page_tokens);
-    std::vector<std::string> all{"int8", "e4m3", "ref8", "hi6", "std5", "std4", "std4-h", "kivi-4-g64"};
+    std::vector<std::string> all{"int8", "e4m3",   "ref8",    "hi6",     "std5",
+                                 "std4", "std4-h", "nested8", "nested4", "kivi-4-g64"};
     for (const kvq::row_layout& l : kvq::row_layouts) all.emplace_back(l.name);
     for (const kvq::record_layout& l : kvq::record_layouts) all.emplace_back(l.name);
     struct line {
