@@ -405,11 +405,9 @@ typedef struct kvq_state_part {
     int32_t snapshot;  // KVQ_SNAPSHOT_EXACT, ...
 } kvq_state_part;
 
-/// A plan of channel widths for keys: whose keys say which channels get how many bits.
-typedef enum kvq_key_statistics {
-    KVQ_OWN_STATISTICS = 0,    // each sequence's own first tokens; forks and prefix hits inherit the plan
-    KVQ_SHARED_STATISTICS = 1  // those of the first sequence that has enough: one plan for the cache
-} kvq_key_statistics;
+/// Whose keys say which channels get how many bits: each sequence's own first tokens, with plans that forks
+/// and prefix hits inherit; or those of the first sequence that has enough, with one plan for the cache.
+enum { KVQ_OWN_STATISTICS = 0, KVQ_SHARED_STATISTICS = 1 };
 
 typedef struct kvq_cache_options {
     size_t size;
@@ -428,7 +426,7 @@ typedef struct kvq_cache_options {
     const kvq_layer_formats* layer_formats;
     const kvq_rotary* rotary;  // NULL: keys cannot move
     int32_t rotary_count;      // 1: for all layers; or `layers`
-    // for keys whose format takes a plan and was made without statistics: kvq_key_statistics; KVQ_NONE
+    // for keys whose format takes a plan and was made without statistics: KVQ_OWN_STATISTICS, ...; KVQ_NONE
     int32_t key_statistics;
     const kvq_statistics* statistics;  // NULL, or for all keys whose format takes them
     const kvq_allocator* allocator;    // NULL: the heap. Functions and `user` are kept; must be thread-safe
