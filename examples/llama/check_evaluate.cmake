@@ -59,3 +59,15 @@ run(1 message --part 3/2)
 expect("${message}" "--part 3/2 is not like 1/4")
 run(1 message --part 4/4)
 expect("${message}" "the text has only 3 windows or fewer")
+
+# Tokens of prompts that are dropped: half of the bytes, and all of them are what they were.
+execute_process(
+  COMMAND ${PROGRAM} drop ${DATA}/stories260K.bin ${DATA}/tinystories.txt --tokenizer ${DATA}/stories260K.tokenizer.bin --window 512
+          --prompt 400 --tokens 511 --schemes int8 --sinks 4 --keep 1,0.5 --probes 2 --json
+  OUTPUT_VARIABLE dropped
+  RESULT_VARIABLE status)
+string(REGEX MATCHALL "\"of_fp16\":[0-9.]+" shares "${dropped}")
+if(NOT status EQUAL 0 OR NOT shares MATCHES
+                             "^\"of_fp16\":1.0;\"of_fp16\":0.[56][0-9]*;\"of_fp16\":0.[5-8][0-9]*;\"of_fp16\":0.[3-5][0-9]*$")
+  message(FATAL_ERROR "bytes of fp16 and int8, with all and with half of the tokens:\n${dropped}")
+endif()

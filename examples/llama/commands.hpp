@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/on_device.hpp"
+#include "drop.hpp"
 #include "dump.hpp"
 #include "evaluate.hpp"
 #include "generate.hpp"
@@ -59,6 +60,8 @@ struct options {
     live_settings live;
     int every = 128;
 
+    drop_settings drop;
+
     report_options report;
 
     std::string device = "cpu", prompts_path;
@@ -74,6 +77,7 @@ void add_slot(CLI::App& app, options& chosen, int& status);
 void add_dump(CLI::App& app, options& chosen);
 void add_long_context(CLI::App& app, options& chosen);
 void add_machine(CLI::App& app, options& chosen);
+void add_drop(CLI::App& app, options& chosen);
 
 // Options of more than one command.
 inline constexpr const char* tokenizer_help =

@@ -1,5 +1,5 @@
-// kvq_llama generate | evaluate | report | chunks | slot | dump | long-context | machine: a small Llama engine
-// whose KV cache is kvq.
+// kvq_llama generate | evaluate | report | chunks | slot | dump | long-context | machine | drop: a small Llama
+// engine whose KV cache is kvq.
 #include "commands.hpp"
 #include "progress.hpp"
 
@@ -27,6 +27,7 @@ int main(int argc, char** argv) {
     llama::add_dump(app, chosen);
     llama::add_long_context(app, chosen);
     llama::add_machine(app, chosen);
+    llama::add_drop(app, chosen);
 
     try {
         app.parse(argc, argv);

@@ -123,7 +123,8 @@ std::string parse_name(std::string_view text, scheme_choice& choice) {
     return name;
 }
 
-// Pages of the window's own type are never quantized: fp32, bf16 and fp16 show the best possible result.
+}  // namespace
+
 kvq::cache_options options_with(const cache_settings& settings, const kvq::format_pair& formats) {
     kvq::cache_options options = options_of(settings);
     options.keys = formats.keys;
@@ -134,8 +135,6 @@ kvq::cache_options options_with(const cache_settings& settings, const kvq::forma
     }
     return options;
 }
-
-}  // namespace
 
 std::unique_ptr<kv_cache> scheme_choice::make_cache(const model_shape& shape) const {
     if (live) {

@@ -53,6 +53,10 @@ struct scheme_choice {
 // Throws std::invalid_argument for a name that does not exist; the message lists the most similar names.
 scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults);
 
+// The options of a cache. Pages of the window's own type are never quantized: fp32, bf16 and fp16 show the
+// best possible result.
+kvq::cache_options options_with(const cache_settings& settings, const kvq::format_pair& formats);
+
 // The same without suffixes.
 kvq::format_pair find_formats(std::string_view names);
 
