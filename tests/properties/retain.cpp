@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <kvq/core/thread_pool.hpp>
+#include <kvq/format/latent.hpp>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/policy/kept_tokens.hpp>
 
@@ -299,6 +300,14 @@ TEST_CASE("pages that all heads keep whole stay, others are quantized once more,
     const kvq::layer_pages old = s.pages(0);
     const kvq::page *const one = old.at(2).keys, *const four = old.at(5).values;
     const std::size_t before = cache.bytes_in_use();
+    {
+        const kvq::sequence fork = s.fork();  // has all tokens, also behind a retain of the other
+        const test::file_bytes all = test::saved(fork);
+        kvq::sequence other = s.fork();
+        other.retain(0, kept, count);
+        CHECK(test::saved(fork) == all);
+        CHECK(test::saved(s) == all);
+    }
     s.retain(0, kept, count);
     CHECK(s.pages(0).at(1).keys == one);
     CHECK(s.pages(0).at(2).values == four);
@@ -310,6 +319,44 @@ TEST_CASE("pages that all heads keep whole stay, others are quantized once more,
     kvq::sequence other = s.fork();
     other.trim(0);
     CHECK(other.trim_limit() == 0);
+}
+
+TEST_CASE(
+    "4 bits of half of the tokens of a long prompt take 0.15 of 16 bit, in an arena and with latents too") {
+    test::generator random(test::seed());
+    constexpr int tokens = 16384, heads = 2, step = 512;
+    const auto bytes = [&](const kvq::format& keys, const kvq::format& values, double share) {
+        kvq::cache cache({1, heads, 64}, {.keys = keys,
+                                          .values = values,
+                                          .sinks = 4,
+                                          .recent = 32,
+                                          .byte_budget = std::size_t{16} << 20,
+                                          .preallocate = true});
+        kvq::sequence s = cache.new_sequence();
+        const auto rows = test::random_tensor(random, step, heads, 64);
+        if (share < 1.0) s.hold();
+        for (int t = 0; t < tokens; t += step) s.append(0, rows.view(), rows.view());
+        const auto count = static_cast<int>(tokens * share);
+        if (share < 1.0) s.retain(0, random_lists(random, heads, count, 4, 4, tokens), count);
+        s.drop_copies();
+        REQUIRE(s.tokens() == tokens);
+        return static_cast<double>(cache.bytes_in_use());
+    };
+    const kvq::format fp16 = format_of<kvq::full<kvq::float16>>();
+    CHECK(bytes(format_of<kvq::std4::keys>(), format_of<kvq::std4::values>(), 0.5) <=
+          0.15 * bytes(fp16, fp16, 1.0));
+
+    kvq::cache latents(
+        {kvq::latent_attention(32, 8)},
+        {.keys = kvq::with_fp16_channels(format_of<kvq::std4_h::keys>(), 8), .sinks = 2, .page_tokens = 16});
+    kvq::sequence s = latents.new_sequence(), alone = latents.new_sequence();
+    const auto k = test::random_tensor(random, 100, 1, 40);
+    s.hold();
+    s.append(0, k.view(), kvq::no_rows());
+    const std::vector<int> kept = random_lists(random, 1, 50, 2, 2, 100);
+    alone.append(0, rows_of(k.view(), kept, 50).view(), kvq::no_rows());
+    s.retain(0, kept, 50);
+    CHECK(pages_of(s, 0) == pages_of(alone, 0));
 }
 
 TEST_CASE("the mass of attention is that of double arithmetic, on any number of threads") {
@@ -458,6 +505,34 @@ TEST_CASE("policies list the best tokens, with sinks and recent ones") {
     CHECK(kvq::pyramid_counts(3, 100, 0.5) == std::vector<int>{150, 100, 50});
 }
 
+TEST_CASE("kept keys have the plan of the first tokens of their prompt, which may be dropped") {
+    test::generator random(test::seed());
+    kvq::cache_options options{.keys = test::made<test::usual>(kvq::low2::keys{}),
+                               .values = format_of<kvq::int8>(),
+                               .sinks = 4,
+                               .recent = 16,
+                               .page_tokens = 32};
+    options.statistics = kvq::key_statistics::own;
+    options.statistics_tokens = 96;
+    kvq::cache cache({1, 2, 32}, options);
+    kvq::sequence s = cache.new_sequence(), all = cache.new_sequence();
+    auto k = test::random_tensor(random, 300, 2, 32);
+    for (int t = 0; t < 300; ++t)
+        for (int h = 0; h < 2; ++h)
+            for (int c = 0; c < 32; c += 4) k.view().at(t, h)[c] *= 16.0f;
+    s.hold();
+    s.append(0, k.view(), k.view());
+    all.append(0, k.view(), k.view());
+    std::vector<int> kept;
+    for (int h = 0; h < 2; ++h)
+        for (int i = 0; i < 154; ++i) kept.push_back(i < 4 ? i : 146 + i);
+    s.retain(0, kept, 154);
+    const kvq::page &mine = *s.pages(0).at(1).keys, &theirs = *all.pages(0).at(1).keys;
+    REQUIRE((mine.plan && theirs.plan));
+    CHECK(mine.plan.record().fingerprint == theirs.plan.record().fingerprint);
+    CHECK(mine.format == theirs.format);
+}
+
 TEST_CASE("what cannot be dropped is refused with a sentence, and nothing changes") {
     test::generator random(test::seed());
     kvq::cache cache({kvq::full_attention({2, 16}), kvq::sliding_attention(16, {2, 16})},
@@ -496,6 +571,20 @@ TEST_CASE("what cannot be dropped is refused with a sentence, and nothing change
     refused("comes before", [&] { s.attend(0, q.view(), out.view()); });
     refused("cannot send", [&] { kvq::send_pages(s, 0, [](const void*, std::size_t) {}); });
     refused("are gone", [&] { s.retain(0, good, 4), s.retain(0, std::vector<int>{0, 1, 5, 0, 1, 20}, 3); });
+    kvq::cache full({1, 2, 16}, {.keys = format_of<kvq::int8>(), .page_tokens = 8, .byte_budget = 8192});
+    kvq::sequence most = full.new_sequence();
+    most.append(0, rows.view(), rows.view());
+    const test::file_bytes all = test::saved(most);
+    std::vector<int> others;
+    for (int t = 0; t < 78; ++t) others.push_back(t % 39 + 1);
+    const std::size_t used = full.bytes_in_use();
+    std::vector<kvq::page_ref> taken;  // all that is left
+    while (test::message_of([&] { taken.push_back(full.pool().allocate(64, 0, 1)); }).empty()) {
+    }
+    CHECK(test::contains(test::message_of([&] { most.retain(0, others, 39); }), "does not fit"));
+    taken.clear();
+    CHECK(test::saved(most) == all);
+    CHECK(full.bytes_in_use() == used);
     s.hold();
     CHECK(test::contains(test::message_of([&] { (void)test::saved(s); }), "held in 16 bit"));
     s.release();

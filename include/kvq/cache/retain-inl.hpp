@@ -7,6 +7,7 @@
 #include "../core/float_environment.hpp"
 #include "chunk.hpp"
 #include "convert.hpp"
+#include "key_plan.hpp"
 #include "retain.hpp"
 #include "sequence_access.hpp"
 #include "window.hpp"
@@ -32,7 +33,8 @@ public:
     page_table build() {
         const page_geometry g = cache_.geometry(layer_);
         table_.repacked = before_.repacked;
-        table_.plan = before_.plan;
+        // Of the first tokens, also if they were held until now, and are dropped.
+        table_.plan = plan_for(cache_, before_, layer_, before_.targets[0]);
         table_.rearranged = before_.rearranged;
         int row = before_.end_of_sinks();
         for (int i = 0; i < before_.size() && before_[i].first_token < row; ++i) add(before_[i]);
@@ -133,7 +135,7 @@ private:
             first == 0 ? new_window_page(cache_, layer_, piece,
                                          format != 0 ? n : cache_.geometry(layer_).window_tokens(n, to.room))
                        : new_page(cache_, layer_, piece, first, n);
-        const kvq::format plan = role == tensor::key && format != 0 ? before_.plan : kvq::format{};
+        const kvq::format plan = role == tensor::key && format != 0 ? table_.plan : kvq::format{};
         if (first != 0) p->plan = plan;
         const block_shape block{role, p->tokens, dim};
         const kvq::format& written = table.of(*p);
