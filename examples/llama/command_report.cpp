@@ -12,28 +12,38 @@
 namespace llama {
 namespace {
 
-constexpr const char* usual_names[] = {"int8", "fp8",   "q8_0",       "std4",       "std4-h",
-                                       "q4_0", "nvfp4", "mix4+stats", "low3+stats", "low2+stats"};
+constexpr const char* usual_names[] = {"int8", "fp8", "q8_0", "std4", "std4-h", "q4_0", "nvfp4"};
+// Of these each sequence makes a plan of its first tokens, as presets do by default.
+constexpr const char* planned_names[] = {"mix4", "low3", "low2"};
 constexpr const char* eight_bit_schemes[] = {"fp16", "int8", "affine-8-g64", "kivi-8-g64", "ref8"};
 constexpr int probes_of_window = 4;
 
 // Those that the library has: a smaller one may lack some widths.
-std::vector<scheme_choice> available(std::span<const char* const> names, const cache_settings& settings) {
+std::vector<scheme_choice> available(std::span<const char* const> names, const cache_settings& settings,
+                                     const std::string& suffix = "") {
     std::vector<scheme_choice> schemes;
-    for (const char* const name : names) {
+    for (const std::string name : names) {
         try {
-            schemes.push_back(parse_scheme(name, settings));
+            schemes.push_back(parse_scheme(name + suffix, settings));
         } catch (const std::exception&) {
-            std::fprintf(stderr, "kvq_llama: %s is left out, this program does not have it\n", name);
+            std::fprintf(stderr, "kvq_llama: %s is left out, this program does not have it\n", name.c_str());
         }
     }
     return schemes;
 }
 
-std::vector<scheme_choice> report_schemes(const report_options& chosen) {
+// A plan is made of tokens of the first chunk, which all schemes see in 16 bit; of fewer than 64 there is none.
+std::vector<scheme_choice> report_schemes(const report_options& chosen, int chunk) {
+    constexpr int usual_plan = 512, least_plan = 64;
     std::vector<scheme_choice> schemes{parse_scheme("fp16", {.page_tokens = chosen.cache.page_tokens})};
     if (chosen.schemes.empty()) {
         for (scheme_choice& scheme : available(usual_names, chosen.cache)) {
+            schemes.push_back(std::move(scheme));
+        }
+        const std::string suffix = chunk >= usual_plan   ? "+own"
+                                   : chunk >= least_plan ? "+own" + std::to_string(chunk)
+                                                         : "";
+        for (scheme_choice& scheme : available(planned_names, chosen.cache, suffix)) {
             schemes.push_back(std::move(scheme));
         }
     }
@@ -131,9 +141,9 @@ void write_pages(const report_state& state, const std::string& output) {
 
 void run_report(const options& chosen) {
     const report_options& wanted = chosen.report;
-    std::vector<scheme_choice> schemes = report_schemes(wanted);
     const model model(weights_of(chosen));
     report_settings settings = settings_of(chosen, model);
+    std::vector<scheme_choice> schemes = report_schemes(wanted, settings.chunk);
     std::optional<llama::model> draft_model;
     if (!wanted.draft_model_path.empty()) {
         draft_model.emplace(load_model(wanted.draft_model_path));

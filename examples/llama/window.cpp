@@ -145,11 +145,12 @@ window::window(const model& llama, std::span<const int> text, const scheme_choic
 }
 
 void window::check(const scheme_choice& scheme, int tokens, int chunk) {
-    if (scheme.own_statistics > chunk && tokens > chunk) {
-        throw std::invalid_argument(scheme.label + " has 16-bit keys for " +
-                                    std::to_string(scheme.own_statistics) +
-                                    " tokens, more than the chunk of " + std::to_string(chunk) +
-                                    " that is exact for every scheme: that would flatter it; see +selfN");
+    const int exact = std::max(scheme.own_statistics, scheme.settings.plan_tokens);
+    if (exact > chunk && tokens > chunk) {
+        throw std::invalid_argument(
+            scheme.label + " has 16-bit keys for " + std::to_string(exact) +
+            " tokens, more than the chunk of " + std::to_string(chunk) +
+            " that is exact for every scheme: that would flatter it; see +ownN and +selfN");
     }
 }
 
