@@ -12,6 +12,7 @@
 #include <kvq/format/latent.hpp>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/policy/kept_tokens.hpp>
+#include <kvq/policy/prefix_cache.hpp>
 
 #include "support/latents.hpp"
 #include "support/messages.hpp"
@@ -531,6 +532,62 @@ TEST_CASE("kept keys have the plan of the first tokens of their prompt, which ma
     REQUIRE((mine.plan && theirs.plan));
     CHECK(mine.plan.record().fingerprint == theirs.plan.record().fingerprint);
     CHECK(mine.format == theirs.format);
+}
+
+TEST_CASE("what is kept goes on as any sequence: requantized, reserved, drafted, in a prefix cache") {
+    test::generator random(test::seed());
+    kvq::cache_options options{.keys = {format_of<kvq::int8>(), format_of<kvq::kivi<4, 32>::keys>()},
+                               .values = format_of<kvq::int8>(),
+                               .sinks = 2,
+                               .recent = 8,
+                               .page_tokens = 16};
+    kvq::cache cache({1, 2, 32}, options);
+    kvq::sequence s = cache.new_sequence();
+    const auto rows = test::random_tensor(random, 200, 2, 32);
+    s.append(0, rows.view(), rows.view());
+    s.retain(0, random_lists(random, 2, 101, 2, 2, 200), 101);
+    int held = 101;
+    const auto check = [&](const kvq::sequence& of) {
+        const auto k = held_rows(of, 0, tensor::key, cache.shape(), 2, held),
+                   v = held_rows(of, 0, tensor::value, cache.shape(), 2, held);
+        const auto q = test::random_tensor(random, 1, 4, 32);
+        test::errors e;
+        e.add(attended(of, 0, q, 32), test::attended(k, v, q, kvq::causal{}));
+        REQUIRE(e.relative() <= 5e-4);
+    };
+    check(s);
+    const std::size_t before = cache.bytes_in_use();
+    CHECK(cache.requantize(s, {.key = 1}).pages > 0);
+    CHECK(cache.bytes_in_use() < before);
+    check(s);
+    kvq::workspace space;
+    const kvq::step_request step[] = {{&s, 40, 1}};
+    cache.reserve(step, 4, 1, space);
+    const auto more = test::random_tensor(random, 40, 2, 32), q = test::random_tensor(random, 1, 4, 32);
+    test::tensor<float> out(1, 4, 32);
+    s.prefill(0, more.view(), more.view(), q.view(), out.view(), kvq::causal{}, kvq::serial_executor{},
+              space);
+    held += 40;
+    check(s);
+    s.append_draft(0, more.slice(0, 3), more.slice(0, 3));
+    const int path[] = {0, 1};
+    s.keep(path);
+    held += 2;
+    CHECK(s.tokens() == 242);
+    check(s);
+    s.trim(200);
+    held -= 42;
+    check(s);
+
+    kvq::prefix_cache store(cache);
+    std::vector<kvq::token_id> ids(240);
+    for (kvq::token_id& id : ids) id = random.between(0, 9);
+    const std::span<const kvq::token_id> all(ids);
+    CHECK(store.store(all.first(200), s) == kvq::store_outcome::stored);
+    const auto longer = store.fetch(all);  // goes on behind the prompt whose tokens were dropped
+    CHECK(longer.tokens == 200);
+    check(longer.sequence);
+    CHECK(store.fetch(all.first(150)).tokens <= 2);  // and not within it
 }
 
 TEST_CASE("what cannot be dropped is refused with a sentence, and nothing changes") {
