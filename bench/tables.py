@@ -29,6 +29,8 @@ PAIRS = (
     ),
     ("std4", ("kivi-4-g64", "kivi-4-g128", "oscar-scaled-4-g64")),
     ("std4-h", ("kivi-4-g64", "kvarn-4", "oscar-scaled-4-g64")),
+    ("low3-h", ("kivi-3-g64", "kvarn-3", "turboquant-3", "oscar-scaled-3-g64", "octopus-3")),
+    ("low2-h", ("kivi-2-g64", "kvarn-2", "turboquant-2", "oscar-scaled-2-g64", "octopus-2")),
     ("std5", ("kivi-4-g32",)),
     ("ref8", ("q8_0-h", "int8")),
 )
@@ -47,6 +49,8 @@ MODEL_PAIRS = (
     ("std4", ("kivi-4-g64", "kvarn-4", "turboquant-4", "oscar-scaled-4-g64")),
     ("std4-h", ("kivi-4-g64", "kvarn-4", "turboquant-4", "oscar-scaled-4-g64")),
     ("low3", ("kivi-3-g64", "kvarn-3", "turboquant-3", "oscar-scaled-3-g64")),
+    ("low3-h", ("kivi-3-g64", "kvarn-3", "turboquant-3", "oscar-scaled-3-g64", "octopus-3")),
+    ("low2-h", ("kivi-2-g64", "kvarn-2", "turboquant-2", "oscar-scaled-2-g64", "octopus-2")),
     ("low2", ("kivi-2-g64", "kvarn-2", "turboquant-2", "oscar-scaled-2-g64")),
     ("ref8", ("int8",)),
 )

@@ -382,8 +382,8 @@ int print_errors() {
         "their own\n\n"
         "| format | bits | keys | values |\n|---|---:|---:|---:|\n",
         kvq::default_page_tokens);
-    std::vector<std::string> all{"int8", "e4m3",   "ref8",    "hi6",     "std5",
-                                 "std4", "std4-h", "nested8", "nested4", "kivi-4-g64"};
+    std::vector<std::string> all{"int8", "e4m3",   "ref8",    "hi6",     "hi6-h",  "std5",   "std5-h",
+                                 "std4", "std4-h", "nested8", "nested4", "low3-h", "low2-h", "kivi-4-g64"};
     for (const kvq::row_layout& l : kvq::row_layouts) all.emplace_back(l.name);
     for (const kvq::record_layout& l : kvq::record_layouts) all.emplace_back(l.name);
     struct line {

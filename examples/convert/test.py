@@ -219,7 +219,7 @@ def test_sequences():
     damaged[-1] ^= 1
     (FOLDER / "damaged.safetensors").write_bytes(damaged)
     run(FOLDER / "damaged.safetensors", FOLDER / "x.safetensors", refused="is damaged")
-    run("--format", "std5-h", kept, four, refused="std5")
+    run("--format", "std6-h", kept, four, refused="std6")
 
 
 def test_refusals():

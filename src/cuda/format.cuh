@@ -26,6 +26,10 @@ struct named {
     using std5 = cuda::preset_pair<kvq::std5, HeadDim, PageTokens>;
     using std4 = cuda::preset_pair<kvq::std4, HeadDim, PageTokens>;
     using std4_h = cuda::preset_pair<kvq::std4_h, HeadDim, PageTokens>;
+    using hi6_h = cuda::preset_pair<kvq::hi6_h, HeadDim, PageTokens>;
+    using std5_h = cuda::preset_pair<kvq::std5_h, HeadDim, PageTokens>;
+    using low3_h = cuda::preset_pair<kvq::low3_h, HeadDim, PageTokens>;
+    using low2_h = cuda::preset_pair<kvq::low2_h, HeadDim, PageTokens>;
     using mix4 = cuda::preset_pair<kvq::mix4, HeadDim, PageTokens>;
     using low3 = cuda::preset_pair<kvq::low3, HeadDim, PageTokens>;
     using low2 = cuda::preset_pair<kvq::low2, HeadDim, PageTokens>;

@@ -56,6 +56,14 @@ inline constexpr bool built_in<kvq::std4::values> = true;
 template <>
 inline constexpr bool built_in<kvq::std4_h::keys> = true;
 template <>
+inline constexpr bool built_in<kvq::hi6_h::keys> = true;
+template <>
+inline constexpr bool built_in<kvq::std5_h::keys> = true;
+template <>
+inline constexpr bool built_in<kvq::low3_h::keys> = true;
+template <>
+inline constexpr bool built_in<kvq::low2_h::keys> = true;
+template <>
 inline constexpr bool built_in<kvq::mix4::keys> = true;
 template <>
 inline constexpr bool built_in<kvq::low3::keys> = true;

@@ -124,12 +124,16 @@ void add_builtin_part(builtin_list& list) {
         add_builtin_preset<Backend, std4_h, Wanted>(list);
         add_builtin_preset<Backend, nested4, Wanted>(list);
         add_builtin_preset<Backend, std5, Wanted>(list);
+        add_builtin_preset<Backend, std5_h, Wanted>(list);
         add_builtin_preset<Backend, hi6, Wanted>(list);
+        add_builtin_preset<Backend, hi6_h, Wanted>(list);
         add_builtin_preset<Backend, ref8, Wanted>(list);
     }
     if constexpr (Part == 10) {
         add_builtin_preset<Backend, low2, Wanted>(list);
+        add_builtin_preset<Backend, low2_h, Wanted>(list);
         add_builtin_preset<Backend, low3, Wanted>(list);
+        add_builtin_preset<Backend, low3_h, Wanted>(list);
         add_builtin_preset<Backend, mix4, Wanted>(list);
     }
     if constexpr (Part == 11) {

@@ -19,6 +19,10 @@ struct preset_schemes {
 inline constexpr preset_schemes schemes_of_presets[] = {
     {"std4", "channel4-g64-coded", "channel4-coded-dual"},
     {"std4-h", "hadamard-channel4-g64-coded-dual", "channel4-coded-dual"},
+    {"std5-h", "hadamard-channel5-g64-coded-dual", "channel5-coded-dual"},
+    {"hi6-h", "hadamard-channel6-g64-coded-dual", "channel6-coded-dual"},
+    {"low3-h", "hadamard-channel3-g64-coded-dual", "channel3-coded-dual"},
+    {"low2-h", "hadamard-channel2-g64-coded-dual", "channel2-coded-dual"},
     {"mix4", "mixed-6-4-3-0-avg4-g64-coded", "channel4-coded-dual"},
     {"std5", "channel5-g64-coded", "channel5-coded-dual"},
     {"hi6", "channel6-coded", "channel6-coded-dual"},

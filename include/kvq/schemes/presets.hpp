@@ -1,5 +1,4 @@
-// Presets: the lowest error of kvq's schemes at a number of bits. Integer codes on affine grids; std4_h alone
-// has a transform.
+// Presets: the lowest error of kvq's schemes at a number of bits. Integer codes on affine grids.
 //
 // | preset | keys                                            | values                        | D128 / D64  |
 // |--------|-------------------------------------------------|-------------------------------|-------------|
@@ -7,14 +6,15 @@
 // | hi6    | 6 bits a channel over the page, 8-bit params    | 6 bits, 8-bit scale per token | 6.16 / 6.19 |
 // | std5   | 5 bits a channel over 64 tokens, 8-bit params   | 5 bits, 8-bit scale per token | 5.22 / 5.25 |
 // | std4   | 4 bits, the same                                | 4 bits, the same              | 4.22 / 4.25 |
-// | std4-h | 4 bits, the same, token scales, behind Hadamard | 4 bits, the same              | 4.25 / 4.31 |
 // | mix4   | 0, 3, 4 or 6 bits, 4 on average                 | 4 bits, the same              | 4.22 / 4.25 |
 // | low3   | 0, 2, 3, 4 or 6 bits, 3 on average              | 3 bits, the same              | 3.22 / 3.25 |
 // | low2   | 0, 2 or 4 bits, 2 on average                    | 2 bits, the same              | 2.22 / 2.25 |
+// | hi6-h, std5-h, std4-h, low3-h, low2-h: 6 to 2 bits a channel over 64 tokens behind a Hadamard transform,
+// |        with a scale per token                         | those of hi6 to low2          | B + 0.25 / 0.31 |
 //
 // Bits per value with pages of 128 tokens, without what a page shares (up to 0.02) and without the 16-bit
 // window. Values are quantized per channel over the page, with a scale per token; hi6 to low2 need the
-// window: 4 sinks and 32 or more recent tokens (cache/preset_options.hpp). Keys of hi6 to low2, std4-h
+// window: 4 sinks and 32 or more recent tokens (cache/preset_options.hpp). Keys of hi6 to low2, those with -h
 // excepted, can be made from statistics of keys and queries (quant/calibration.hpp). mix4, low3 and low2 take
 // a plan of channel widths from them, for which statistics of keys are enough. All of them take error
 // feedback if the statistics hold products of queries. Without statistics they have even widths and no
@@ -36,6 +36,13 @@ using preset_key_encoder = error_feedback<least_squares_below_3_bits>;
 /// Where most channels have 2 bits, feedback has large errors to correct, and it cannot correct clipping
 /// (docs/lab/quality.md).
 using low2_key_encoder = error_feedback<min_max, least_squares_below_3_bits>;
+
+/// Keys without statistics: a Hadamard matrix makes the channels of keys, and those of queries, alike, so
+/// that one width is right for all of them; then a scale per token keeps a large token from widening the
+/// ranges of others (OScaR, arXiv 2605.19660). Behind both, least squares are better than the range.
+template <int Bits>
+using hadamard_keys =
+    hadamard<affine<Bits, per_channel<64>, byte_params, least_squares, token_scales<byte_params>>>;
 
 /// Values of the presets: per channel over the page, one token scale, least squares and corrected mean.
 template <int Bits, class Params = byte_params, class TokenScales = token_scales<byte_params>>
@@ -63,14 +70,6 @@ struct std4 {
     using keys = affine<4, per_channel<64>, byte_params, error_feedback<min_max>>;
     using values = detail::preset_values<4>;
 };
-/// For models without statistics: a Hadamard matrix makes the channels of keys, and those of queries, alike,
-/// so that one width is right for all of them; then a scale per token keeps a large token from widening the
-/// ranges of others (OScaR, arXiv 2605.19660). Values gain nothing from a matrix; they are those of std4.
-struct std4_h {
-    static constexpr const char* name = "std4-h";
-    using keys = hadamard<affine<4, per_channel<64>, byte_params, min_max, token_scales<byte_params>>>;
-    using values = std4::values;
-};
 /// The upper plane of nested8 (format/planes.hpp): values keep the range of a channel, so that the lower
 /// plane reaches every number.
 struct nested4 {
@@ -97,16 +96,47 @@ struct low2 {
     using values = detail::preset_values<2>;
 };
 
+// For models without statistics. Values gain nothing from a matrix; they are those of the preset without -h.
+struct hi6_h {
+    static constexpr const char* name = "hi6-h";
+    using keys = detail::hadamard_keys<6>;
+    using values = hi6::values;
+};
+struct std5_h {
+    static constexpr const char* name = "std5-h";
+    using keys = detail::hadamard_keys<5>;
+    using values = std5::values;
+};
+struct std4_h {
+    static constexpr const char* name = "std4-h";
+    using keys = detail::hadamard_keys<4>;
+    using values = std4::values;
+};
+struct low3_h {
+    static constexpr const char* name = "low3-h";
+    using keys = detail::hadamard_keys<3>;
+    using values = low3::values;
+};
+struct low2_h {
+    static constexpr const char* name = "low2-h";
+    using keys = detail::hadamard_keys<2>;
+    using values = low2::values;
+};
+
 /// Calls f(preset{}) for every preset, the smallest first.
 template <class F>
 constexpr void for_each_preset(F&& f) {
     f(low2{});
+    f(low2_h{});
     f(low3{});
+    f(low3_h{});
     f(std4{});
     f(std4_h{});
     f(mix4{});
     f(std5{});
+    f(std5_h{});
     f(hi6{});
+    f(hi6_h{});
     f(ref8{});
 }
 
