@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <fstream>
 #include <random>
+#include <stdexcept>
 
 #include <unistd.h>
 
@@ -83,6 +84,11 @@ machine_row measure(const scheme_choice& scheme, const machine_settings& setting
 
 std::vector<machine_row> measure_machine(std::span<const scheme_choice> schemes,
                                          const machine_settings& settings) {
+    for (const scheme_choice& scheme : schemes) {
+        if (!scheme.formats.keys || scheme.use_statistics || scheme.own_statistics > 0) {
+            throw std::invalid_argument(scheme.label + " needs a model; here are formats and +own alone");
+        }
+    }
     kvq::thread_pool workers(settings.threads);
     std::vector<machine_row> rows;
     for (const scheme_choice& scheme : schemes) {

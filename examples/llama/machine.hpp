@@ -31,7 +31,8 @@ struct machine_row {
 };
 
 // Random keys and values, which take the time of others. Processor caches are overwritten before each
-// measured call, since those of an engine hold weights and other layers then.
+// measured call, since those of an engine hold weights and other layers then. Throws std::invalid_argument
+// for schemes that need a model.
 std::vector<machine_row> measure_machine(std::span<const scheme_choice> schemes,
                                          const machine_settings& settings);
 
