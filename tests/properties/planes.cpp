@@ -4,6 +4,7 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
+#include <kvq/io/page_transfer.hpp>
 
 #include "support/attention_error.hpp"
 #include "support/memory.hpp"
@@ -239,7 +240,7 @@ TEST_CASE("a step that was reserved has memory for both planes") {
     CHECK(test::contents(cache, sequence) == test::contents(cache, plain));
 }
 
-TEST_CASE("files: both planes, or the upper one as pages of its format") {
+TEST_CASE("files and messages: both planes, or the upper one as pages of its format") {
     test::generator random(test::seed());
     const kvq::cache_shape shape{1, 2, 64, 32};
     kvq::cache_options options;
@@ -252,6 +253,18 @@ TEST_CASE("files: both planes, or the upper one as pages of its format") {
     test::append(sequence, 1, s, 0, 256);
     CHECK(test::contents(cache, test::restored(cache, test::saved(sequence))) ==
           test::contents(cache, sequence));
+    // Messages: the bytes of a page are in one piece, the upper plane first.
+    kvq::page_receiver receiver(cache);
+    std::vector<std::byte> sent;
+    kvq::send_pages(sequence, 0, [&](const void* data, std::size_t n) {
+        const auto* const bytes = static_cast<const std::byte*>(data);
+        sent.insert(sent.end(), bytes, bytes + n);
+    });
+    for (test::memory_source source{sent}; source.position < sent.size();) {
+        std::vector<std::byte> page;
+        receiver.accept(kvq::read_page(source, page));
+    }
+    CHECK(test::contents(cache, receiver.finish(256)) == test::contents(cache, sequence));
     const auto upper = test::saved(sequence, {.upper_only = true});
     CHECK(upper.size() == kvq::saved_bytes(sequence, {.upper_only = true}));
     auto fork = sequence.fork();
