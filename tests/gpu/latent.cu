@@ -101,6 +101,13 @@ void check_format(const char* name) {
     CHECK(std::strcmp(choice.kernel,
                       Quantized::head_dim % 64 == 0 ? "latent_wgmma_kernel" : "latent_plain_kernel") == 0,
           "%s: the kernel is %s, %s", name, choice.kernel, choice.why);
+    const cuda::kernel_choice of_many =
+        cuda::latent_kernel<cuda::mixed_cache_ref<cuda::cache_part<Quantized>>, float16>(128);
+    CHECK(
+        std::strcmp(of_many.kernel, Quantized::head_dim % 64 != 0              ? "latent_plain_kernel"
+                                    : full_precision<typename Quantized::keys> ? "latent_cluster_kernel"
+                                                                               : "latent_wgmma_kernel") == 0,
+        "%s: the kernel of 128 heads is %s, %s", name, of_many.kernel, of_many.why);
 #endif
     test::rng r(static_cast<unsigned>(Quantized::page_tokens + Quantized::head_dim));
     double worst = 0.0;
@@ -116,6 +123,12 @@ void check_format(const char* name) {
     check_case<float16, Quantized, Window>(r, {.heads = 128, .lengths = {900, 64, 1}}, name, &worst);
     check_case<bfloat16, Quantized, Window>(
         r, {.heads = 128, .query_tokens = 2, .lengths = {500, 130}, .peaked = true}, name, &worst);
+    check_case<float16, Quantized, Window>(
+        r, {.heads = 100, .lengths = {6000, 10, 0}, .holes = true, .peaked = true}, name, &worst);
+    check_case<float16, Quantized, Window>(r, {.heads = 36, .query_tokens = 4, .lengths = {777, 68, 4}}, name,
+                                           &worst);
+    check_case<float16, Quantized, Window>(
+        r, {.heads = 128, .lengths = std::vector<int>(70, 130), .peaked = true}, name, &worst);
     for (const int n : {4, 8, 40})  // drafts, and a prompt
         check_case<float16, Quantized, Window>(r, {.query_tokens = n, .lengths = {777, 64 + n, n}}, name,
                                                &worst);
@@ -317,6 +330,12 @@ int main() {
     check_format<v3<full<bfloat16>, 64>, v3<full<bfloat16>, 64>>("bf16");
     check_format<cuda::latent_pair<typename kivi<2, 32>::keys, 448, 64, 512, 32>,
                  cuda::latent_pair<full<float16>, 448, 64, 512, 32>>("kivi-2-g32, V4");
+    {
+        test::rng r(16);
+        double worst = 0.0;
+        check_case<float16, v3<full<float16>, 16>, v3<full<float16>, 16>>(
+            r, {.heads = 128, .lengths = {400, 33}, .holes = true}, "fp16, pages of 16", &worst);
+    }
 #endif
 #endif
     return test::report("latent");

@@ -88,8 +88,8 @@ template <bool Accumulate, bool Transposed, int N>
 void multiply_few(float (&d)[N], std::uint64_t a, std::uint64_t b) {
     multiply(d, a, b, Accumulate, Transposed, false);
 }
-template <bool Accumulate, bool Transposed = false>
-void multiply_shared(float (&d)[64], std::uint64_t a, std::uint64_t b) {
+template <bool Accumulate, bool Transposed = false, int N>
+void multiply_shared(float (&d)[N], std::uint64_t a, std::uint64_t b) {
     multiply(d, a, b, Accumulate, false, Transposed);
 }
 
@@ -117,6 +117,21 @@ inline bool any_at_barrier(int number, int threads, bool own) {
     emulated::wait_at_barrier(number, threads, own);
     return emulated::thread->any;
 }
+
+// Kernels with clusters compile, and are not run.
+[[noreturn]] inline void no_clusters() { emulated::fail("clusters are not emulated"); }
+inline int cluster_rank() { no_clusters(); }
+inline void cluster_wait() { no_clusters(); }
+inline std::uint32_t place_in(int, std::uint32_t) { no_clusters(); }
+inline void barrier_arrive_cluster(std::uint32_t) { no_clusters(); }
+inline void barrier_expect(std::uint32_t, int) { no_clusters(); }
+inline void send_four(std::uint32_t, std::uint32_t, float, float, float, float) { no_clusters(); }
+template <bool Transposed, int N>
+void multiply_registers(float (&)[N], std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t,
+                        std::uint64_t) {
+    no_clusters();
+}
+inline int read_lane() { return emulated::thread->lane; }
 
 template <bool Transposed>
 void store_matrices(std::uint32_t at, std::uint32_t a, std::uint32_t b, std::uint32_t c, std::uint32_t d) {

@@ -19,6 +19,7 @@
 #include <cmath>
 
 #include "../decode/attend.cuh"
+#include "latent_cluster.cuh"
 #include "latent_plain.cuh"
 #include "latent_wgmma.cuh"
 
@@ -29,7 +30,7 @@ namespace detail {
 template <class Shape, int MoreRowsThan, class Args, template <class, class> class Producer = latent_producer>
 struct latent_wgmma_launch {
     static constexpr auto* kernel = latent_wgmma_kernel<Shape, Args, Producer>;
-    static constexpr int threads = Shape::threads,
+    static constexpr int threads = Shape::threads, cluster = 1,
                          bytes = latent_memory<Args::first_pair::head_dim, Shape>::bytes;
     static constexpr kernel_facts facts{"latent_wgmma_kernel",
                                         Shape::rows,
@@ -39,10 +40,25 @@ struct latent_wgmma_launch {
                                         threads,
                                         feature::warpgroup_products | feature::bulk_copies};
 };
+template <class Args>
+struct latent_cluster_launch {
+    using shape = latent_cluster_shape;
+    static constexpr auto* kernel = latent_cluster_kernel<shape, Args>;
+    static constexpr int threads = shape::threads, cluster = 2,
+                         bytes = latent_memory<Args::first_pair::head_dim, shape>::bytes;
+    static constexpr kernel_facts facts{
+        "latent_cluster_kernel",
+        shape::rows,
+        64,
+        bytes,
+        bytes,
+        threads,
+        feature::warpgroup_products | feature::clusters | feature::bulk_copies};
+};
 template <class Args, class Tokens = plain_part_tokens>
 struct latent_plain_launch {
     static constexpr auto* kernel = latent_plain_kernel<Args, Tokens>;
-    static constexpr int threads = plain_latent_threads, bytes = 0;
+    static constexpr int threads = plain_latent_threads, cluster = 1, bytes = 0;
     static constexpr kernel_facts facts{"latent_plain_kernel", plain_latent_rows, 0, 0, 0};
 };
 template <class Args>
@@ -51,16 +67,20 @@ template <class First, class T, class... Parts>
 struct latent_launches_of<latent_args<First, T, Parts...>> {
     using args = latent_args<First, T, Parts...>;
     static constexpr bool tiles = ((no_latent_tiles<typename Parts::pair_type> == nullptr) && ...);
-    using type =
-        joined<std::conditional_t<
-                   tiles,
+    /// Codes are as fast or faster without clusters (docs/lab/gpu_experiments.md).
+    static constexpr bool in_clusters =
+        First::value_dim == 512 && (full_precision<typename Parts::pair_type::keys> && ...);
+    using type = joined<
+        std::conditional_t<
+            tiles,
+            joined<std::conditional_t<in_clusters, kernel_list<latent_cluster_launch<args>>, kernel_list<>>,
                    joined<std::conditional_t<First::value_dim % 256 == 0,
                                              kernel_list<latent_wgmma_launch<latent_shape<64>, 32, args>>,
                                              kernel_list<>>,
                           kernel_list<latent_wgmma_launch<latent_shape<32>, 16, args>,
-                                      latent_wgmma_launch<latent_shape<16>, 0, args>>>,
-                   kernel_list<>>,
-               kernel_list<latent_plain_launch<args>>>;
+                                      latent_wgmma_launch<latent_shape<16>, 0, args>>>>,
+            kernel_list<>>,
+        kernel_list<latent_plain_launch<args>>>;
 };
 
 /// Where the workspace holds what, for so many query rows of a sequence.
@@ -68,12 +88,13 @@ struct latent_workspace {
     int row_blocks, shares;
     std::size_t bounds, bytes;  // bounds come first
 
-    latent_workspace(int sequences, int rows, int block_rows, int value_dim, cudaError_t& code) {
+    latent_workspace(int sequences, int rows, int block_rows, int cluster, int value_dim, cudaError_t& code) {
         int device = 0;
         shares = 0;
         code = cudaGetDevice(&device);
         if (code == cudaSuccess)
             code = cudaDeviceGetAttribute(&shares, cudaDevAttrMultiProcessorCount, device);
+        shares /= cluster;
         row_blocks = kvq::detail::ceil_div(rows, block_rows);
         const auto items = static_cast<std::size_t>(sequences) * static_cast<std::size_t>(row_blocks);
         bounds = kvq::detail::round_up(items * sizeof(share_bounds), std::size_t{16});
@@ -93,7 +114,7 @@ status launch_latents(Launch, Args args, void* workspace, std::size_t workspace_
     constexpr int dim = Args::first_pair::value_dim, block_rows = Launch::facts.query_rows;
     const int sequences = args.a.work.sequences;
     cudaError_t code = cudaSuccess;
-    const latent_workspace room(sequences, args.a.rows, block_rows, dim, code);
+    const latent_workspace room(sequences, args.a.rows, block_rows, Launch::cluster, dim, code);
     if (code == cudaSuccess)
         code =
             cudaFuncSetAttribute(Launch::kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Launch::bytes);
@@ -106,9 +127,10 @@ status launch_latents(Launch, Args args, void* workspace, std::size_t workspace_
     args.block_rows = block_rows;
     args.bounds = static_cast<share_bounds*>(workspace);
     args.states = reinterpret_cast<float*>(static_cast<std::byte*>(workspace) + room.bounds);
-    if (status s = launch("launching latent attention", overlap::no, Launch::kernel,
-                          dim3(static_cast<unsigned>(room.shares)), Launch::threads,
-                          static_cast<std::size_t>(Launch::bytes), stream, args);
+    if (status s =
+            launch<Launch::cluster>("launching latent attention", overlap::no, Launch::kernel,
+                                    dim3(static_cast<unsigned>(room.shares * Launch::cluster)),
+                                    Launch::threads, static_cast<std::size_t>(Launch::bytes), stream, args);
         !s)
         return s;
     return launch("launching the merge of latent attention", overlap::yes, merge_latents_kernel<Args>,
@@ -138,7 +160,8 @@ noexcept {
         const int rows = detail::latent_rows(q_heads, query_tokens);
         return detail::with_kernel(typename detail::latent_launches_of<args>::type{}, rows, [&](auto kernel) {
             cudaError_t code = cudaSuccess;
-            const detail::latent_workspace room(sequences, rows, decltype(kernel)::facts.query_rows,
+            using launch = decltype(kernel);
+            const detail::latent_workspace room(sequences, rows, launch::facts.query_rows, launch::cluster,
                                                 args::first_pair::value_dim, code);
             if (code != cudaSuccess) (void)cudaGetLastError();
             return code == cudaSuccess ? room.bytes : 0;

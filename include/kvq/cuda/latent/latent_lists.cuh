@@ -387,8 +387,9 @@ noexcept {
         return detail::with_kernel(
             typename detail::latent_list_launches<args>::type{}, q_heads, [&](auto kernel) {
                 cudaError_t code = cudaSuccess;
-                const detail::latent_workspace room(queries, q_heads, decltype(kernel)::facts.query_rows,
-                                                    args::first_pair::value_dim, code);
+                using launch = decltype(kernel);
+                const detail::latent_workspace room(queries, q_heads, launch::facts.query_rows,
+                                                    launch::cluster, args::first_pair::value_dim, code);
                 if (code != cudaSuccess) (void)cudaGetLastError();
                 return code == cudaSuccess ? room.bytes : 0;
             });

@@ -18,7 +18,7 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 ///          (latent_many_rows.cuh)
 template <int Rows>
 struct latent_shape {
-    static constexpr int rows = Rows, stages = 2;
+    static constexpr int rows = Rows, stages = 2, cluster = 1;
     static constexpr bool many = Rows > 32;
     static constexpr int groups = many ? 2 : 1;  // of consumers
     static constexpr int producer_warps = many ? 8 : 12, consumer_warps = 4 * groups;
@@ -35,6 +35,14 @@ struct latent_shape {
     static constexpr int weight_buffers = many ? 1 : 2;
 };
 
+/// 128 rows: a cluster of two thread blocks, of which each has half of the channels (latent_cluster.cuh).
+struct latent_cluster_shape {
+    static constexpr int rows = 128, stages = 3, cluster = 2, groups = 2;
+    static constexpr int producer_warps = 4, consumer_warps = 8, stage_warps = producer_warps;
+    static constexpr int threads = 32 * (producer_warps + consumer_warps);
+    static constexpr int producer_registers = 88, consumer_registers = 208;
+};
+
 template <int Dim, class Shape>
 struct latent_memory {
     static constexpr int query = 0, query_bytes = Shape::rows * Dim * 2;
@@ -48,6 +56,21 @@ struct latent_memory {
     static constexpr int barriers = notes + Shape::stages * 16;
     static constexpr int bytes = barriers + Shape::stages * 16;
     static_assert(Dim > 576 || bytes <= most_shared_memory<false>);
+};
+
+/// query of both warpgroups, and of channels behind 512 of both in one block | tiles | scores from the other
+/// block of the cluster | notes and barriers
+template <int Dim, class Shape>
+requires(Shape::cluster == 2) struct latent_memory<Dim, Shape> {
+    static constexpr int blocks = 4 + (Dim > 512 ? 1 : 0), block_bytes = latent_tile * 128;  // of 64 channels
+    static constexpr int query = 0, query_bytes = (2 * 4 + (Dim > 512 ? 1 : 0)) * block_bytes;
+    static constexpr int tiles = query_bytes, tile_bytes = blocks * block_bytes;
+    static constexpr int scores = tiles + Shape::stages * tile_bytes, score_bytes = 64 * latent_tile * 4;
+    static constexpr int notes = scores + 2 * score_bytes;
+    static constexpr int barriers = notes + Shape::stages * 16;
+    static constexpr int score_barriers = barriers + Shape::stages * 16;
+    static constexpr int bytes = score_barriers + 2 * 16;
+    static_assert(bytes <= most_shared_memory<false>);
 };
 
 #if KVQ_WARPGROUP_PRODUCTS

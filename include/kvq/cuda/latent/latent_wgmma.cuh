@@ -33,6 +33,7 @@ struct latent_producer {
     latent_lane own;
     int made = 0;  // tiles
     int turn = 0;  // the warp that has the first unit of the next tile
+    int rank = 0;  // of the cluster
 
     __device__ __forceinline__ void piece(const latent_piece& p) {
         int before = 0;  // tiles of parts before
@@ -48,6 +49,10 @@ struct latent_producer {
     }
 
 private:
+    /// Of so many blocks of 64 channels, how many does this block of the cluster have?
+    __device__ __forceinline__ int units_of_block(int all) const {
+        return kvq::detail::smaller(kvq::detail::larger(all - 4 * rank, 0), 4) + (all > 8 ? 1 : 0);
+    }
     /// Tiles of tokens [first, end) of a part.
     template <class Part>
     __device__ __forceinline__ void tiles(const Part& part, int sequence, int first, int end) {
@@ -57,7 +62,12 @@ private:
         using second_units =
             latent_units<std::conditional_t<two, typename pair::second_pair, typename pair::first_pair>,
                          two ? pair::second_channels : 64, pair::second_block>;
-        constexpr int count = units::count + (two ? second_units::count : 0);
+        constexpr int per = units::full ? 2 : 1;
+        const int first_units = units_of_block(pair::first_channels / 64) * per;
+        const int count =
+            Shape::cluster == 1
+                ? units::count + (two ? second_units::count : 0)
+                : first_units + 2 * (units_of_block(dim / 64) - units_of_block(pair::first_channels / 64));
         // Lanes have the pages of eight tiles, and of the next eight.
         constexpr int tile_slices = latent_tile / slice_tokens;
         const auto pages_at = [&](int token) {
@@ -83,24 +93,41 @@ private:
                     .store(at.note);
             const std::uint32_t second_tile =
                 at.tile + static_cast<std::uint32_t>(pair::first_channels * latent_tile * 2);
+            // Units of a warp. A block of a cluster has blocks of 64 channels 4 rank to 4 rank + 3, and 8.
             const auto each_unit = [&](auto&& of_first, auto&& of_second) {
 #pragma unroll 1
                 for (int unit = warp < turn ? warp - turn + warps : warp - turn; unit < count;
                      unit += warps) {
-                    if (unit < units::count)
-                        of_first(unit);
-                    else if constexpr (two)
-                        of_second(unit - units::count);
+                    if constexpr (Shape::cluster == 1) {
+                        if (unit < units::count)
+                            of_first(unit, at.tile);
+                        else if constexpr (two)
+                            of_second(unit - units::count, second_tile);
+                    } else {
+                        const auto whole = [&](int i) { return i < 4 ? 4 * rank + i : 8; };
+                        const auto from = [&](int local, int number) {
+                            return at.tile + static_cast<std::uint32_t>((local - number) * 8192);
+                        };
+                        if (unit < first_units) {
+                            const int i = unit / per, number = whole(i);
+                            of_first(number * per + unit % per, from(i, number));
+                        } else if constexpr (two) {
+                            const int i = first_units / per + (unit - first_units) / 2,
+                                      number = whole(i) - pair::first_channels / 64;
+                            of_second(number * 2 + (unit - first_units) % 2, from(i, number));
+                        }
+                    }
                 }
             };
-            each_unit([&](int unit) { units::fetch(runs, unit, at.tile, own); },
-                      [&](int unit) { second_units::fetch(runs, unit, second_tile, own); });
+            each_unit([&](int unit, std::uint32_t tile) { units::fetch(runs, unit, tile, own); },
+                      [&](int unit, std::uint32_t tile) { second_units::fetch(runs, unit, tile, own); });
             copy_commit();
-            prefetch(part, first + 2 * latent_tile, ahead_page);
+            if (rank == 0) prefetch(part, first + 2 * latent_tile, ahead_page);
             copy_wait<0>();
             __syncwarp();
-            each_unit([&](int unit) { units::store(runs, unit, at.tile, shown, own); },
-                      [&](int unit) { second_units::store(runs, unit, second_tile, shown, own); });
+            each_unit(
+                [&](int unit, std::uint32_t tile) { units::store(runs, unit, tile, shown, own); },
+                [&](int unit, std::uint32_t tile) { second_units::store(runs, unit, tile, shown, own); });
             publish_to_products();
             __syncwarp();
             if (own.lane == 0) barrier_arrive(at.full);

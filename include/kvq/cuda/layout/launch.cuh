@@ -15,22 +15,29 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 /// itself waits (wait_for_predecessor) before it touches what that one may write.
 enum class overlap { no, yes };
 
-/// Launches a kernel. The status is that of this launch, whatever error others have left behind.
-template <class... Parameters, class... Arguments>
+/// Launches a kernel. The status is that of this launch, whatever error others have left behind. Cluster:
+/// blocks side by side that see each other's shared memory.
+template <int Cluster = 1, class... Parameters, class... Arguments>
 inline status launch(const char* what, overlap overlapped, void (*kernel)(Parameters...), dim3 grid,
                      int threads, std::size_t shared, cudaStream_t stream,
                      const Arguments&... arguments) noexcept {
-    cudaLaunchAttribute early{};
-    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    unsigned count = 0;
+    if (overlapped == overlap::yes && lacks(compute_capability(), feature::early_launch) == 0) {
+        attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if constexpr (Cluster > 1) {
+        attributes[count].id = cudaLaunchAttributeClusterDimension;
+        attributes[count++].val.clusterDim = {Cluster, 1, 1};
+    }
     cudaLaunchConfig_t config{};
     config.gridDim = grid;
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared;
     config.stream = stream;
-    config.attrs = &early;
-    config.numAttrs =
-        overlapped == overlap::yes && lacks(compute_capability(), feature::early_launch) == 0 ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = count;
     const cudaError_t code = cudaLaunchKernelEx(&config, kernel, arguments...);
     return code == cudaSuccess ? status{} : runtime_error(code, what);
 }
