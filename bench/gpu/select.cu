@@ -9,7 +9,8 @@
 // heads. Keys and values: 32 query heads over 8 of 128 channels, std4, beside attention over all of them.
 // Pages that caches select: the same heads in std4, several layers in turns, 4096 tokens of random keys. In
 // host memory: device memory for 32768 tokens of each head; queries of neighbouring steps differ so much that
-// the printed share of the chosen pages is there.
+// the printed share of the chosen pages is there. "fetched ahead": fetch_ahead() of the next layer, by its own
+// query, in another stream while a layer runs: the most that a guess of it can gain.
 // Pages hold random numbers: times do not depend on them. GB/s: bytes of pages.
 #include <kvq/cuda/decode/attend_lists.cuh>
 #include <kvq/cuda/host/cache.hpp>
@@ -189,14 +190,31 @@ void time_pages(const cuda::device_format& compiled, int batch, int resident, do
     const std::size_t row = static_cast<std::size_t>(batch) * heads * channels;
     auto* const q = on_device<float16>(steps * row);
     auto* const out = on_device<float16>(row);
-    const auto time = [&](int tokens) {
+    cudaStream_t other;
+    cudaEvent_t begun, fetched;
+    BENCH_OK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+    for (cudaEvent_t* const e : {&begun, &fetched})
+        BENCH_OK(cudaEventCreateWithFlags(e, cudaEventDisableTiming));
+    const auto query = [&](int i) {
+        return token_view<const float16>(q + static_cast<std::size_t>(i / layers % steps) * row, batch, heads,
+                                         channels);
+    };
+    // ahead: pages of the next layer are fetched while a layer runs.
+    const auto time = [&](int tokens, bool ahead = false) {
         return bench::time_launches(
             steps * layers,
             [&](int i, cudaStream_t s) {
-                const auto step = static_cast<std::size_t>(i / layers);
-                bench::check(cache.attend(
-                    i % layers, token_view<const float16>(q + step * row, batch, heads, channels),
-                    token_view<float16>(out, batch, heads, channels), {.selected_tokens = tokens}, s));
+                if (ahead) {
+                    if (i > 0) BENCH_OK(cudaStreamWaitEvent(s, fetched));
+                    BENCH_OK(cudaEventRecord(begun, s));
+                    BENCH_OK(cudaStreamWaitEvent(other, begun));
+                    bench::check(cache.fetch_ahead((i + 1) % layers, query(i + 1), tokens, other));
+                    BENCH_OK(cudaEventRecord(fetched, other));
+                }
+                bench::check(cache.attend(i % layers, query(i),
+                                          token_view<float16>(out, batch, heads, channels),
+                                          {.selected_tokens = tokens}, s));
+                if (ahead && (i == 0 || i == steps * layers - 1)) BENCH_OK(cudaStreamWaitEvent(s, fetched));
             },
             5);
     };
@@ -228,7 +246,11 @@ void time_pages(const cuda::device_format& compiled, int batch, int resident, do
                                         static_cast<double>(after.read - before.read);
         print(name + "4096 of the host, hits " + std::to_string(static_cast<int>(std::lround(hits))) + " %",
               us, dense / us);
+        const double ahead = time(most, true);
+        print(name + "the same, fetched ahead", ahead, dense / ahead);
     }
+    for (const cudaEvent_t e : {begun, fetched}) BENCH_OK(cudaEventDestroy(e));
+    BENCH_OK(cudaStreamDestroy(other));
     for (void* p :
          {static_cast<void*>(k), static_cast<void*>(v), static_cast<void*>(q), static_cast<void*>(out)})
         BENCH_OK(cudaFree(p));

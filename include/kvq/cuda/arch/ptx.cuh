@@ -385,8 +385,6 @@ __device__ __forceinline__ void prefetch_lines(const std::byte* from, int bytes,
     for (int at = lane * line; at < bytes; at += 32 * line) prefetch_line(from + at);
 }
 
-/// Programmatic dependent launch: lets the next launch of the stream take its place early, and waits until
-/// the one before has finished. Both do nothing where the launch was an ordinary one.
 /// A word by which another thread block says that what it wrote before can be read: loads behind this one see
 /// that, also where the multiprocessor holds older values.
 __device__ __forceinline__ unsigned load_acquired(const unsigned* from) {
@@ -395,6 +393,8 @@ __device__ __forceinline__ unsigned load_acquired(const unsigned* from) {
     return v;
 }
 
+/// Programmatic dependent launch: lets the next launch of the stream take its place early, and waits until
+/// the one before has finished. Both do nothing where the launch was an ordinary one.
 __device__ __forceinline__ void launch_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

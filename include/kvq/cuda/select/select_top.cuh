@@ -113,6 +113,44 @@ __device__ __forceinline__ int select_largest(top_memory& memory, const unsigned
     return found;
 }
 
+/// The `count` largest of one key for each thread: calls take(place, thread) as select_largest() does. A
+/// histogram's counters would be met by many at once, since ranks are alike. All threads.
+template <class Take>
+__device__ __forceinline__ void take_largest(top_memory& memory, unsigned key, int count, const Take& take) {
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
+    // The largest floor that `count` keys reach, or the one below it that no more do: a barrier for each bit.
+    unsigned floor = 0;
+    int above = 0;  // keys that are larger
+#pragma unroll 1
+    for (unsigned bit = 1u << 31; bit > 0 && count > 0; bit >>= 1) {
+        const int reached = __syncthreads_count(key >= (floor | bit));
+        if (reached < count) {
+            above = reached;
+            continue;
+        }
+        floor |= bit;
+        if (reached > count) continue;
+        --floor;
+        above = count;
+        break;
+    }
+    const unsigned larger_ones = __ballot_sync(0xffffffffu, key > floor),
+                   equal_ones = __ballot_sync(0xffffffffu, key != 0 && key == floor);
+    if (lane == 0) {
+        memory.of_warp[0][warp] = static_cast<unsigned>(__popc(larger_ones));
+        memory.of_warp[1][warp] = static_cast<unsigned>(__popc(equal_ones));
+    }
+    __syncthreads();
+    const unsigned before = (1u << lane) - 1u,
+                   first_larger = __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[0][lane] : 0u),
+                   first_equal = __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[1][lane] : 0u);
+    const int equal = static_cast<int>(first_equal) + __popc(equal_ones & before), left = count - above;
+    if (key > floor || (key != 0 && key == floor && equal < left))
+        take(
+            static_cast<int>(first_larger) + __popc(larger_ones & before) + kvq::detail::smaller(equal, left),
+            thread);
+}
+
 struct top_args {
     const float* scores;   // [rows][room]
     const int* positions;  // the same, -1: none. Null: of the first level
