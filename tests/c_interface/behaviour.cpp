@@ -105,6 +105,8 @@ struct twins {
         o.values = listed_values.c_str();
         o.window = window;
         o.page_tokens = 64;
+        o.key_statistics = KVQ_NONE;  // pages of both are compared
+        same.statistics = kvq::key_statistics::off;
         o.rotary = &rotated;
         o.rotary_count = 1;
         OK(kvq_cache_create(&o, &c));
