@@ -35,8 +35,7 @@ def models_whose_layers_differ(n):
     sequence = hybrid.new_sequence()
     s = sequence.state(0, "recurrent")                      # float32 [32][128][128], written in place
     sequence.advance(n, prompt_ends=True)                   # all layers have taken n tokens; takes a snapshot if one is due
-    again = sequence.trim(900)                              # goes to the newest snapshot at or before token 900:
-                                                            # the last `again` of these 900 tokens must run again
+    again = sequence.trim(900)                              # goes back to a snapshot: the last `again` of 900 tokens must run again
     return cache, s, again
 
 

@@ -1,7 +1,12 @@
 """A small torch model over kvq against the CPU engine of examples/llama: stories15M, or another llama2.c checkpoint, greedily.
 
 Runs where KVQ_STORIES is the checkpoint, KVQ_STORIES_TOKENIZER its tokenizer and KVQ_LLAMA the program kvq_llama; else it is skipped. CTest sets them
-to the model of examples/llama/data (bindings/python/stories); docs/guide/python.md says how to run it with stories15M.
+to the model of examples/llama/data (bindings/python/stories). With stories15M, which scripts/demo fetches, and kvq_library built in build/:
+
+    cd bindings/python/tests
+    export KVQ_STORIES=$OLDPWD/build/demo/weights/stories15M.bin KVQ_STORIES_TOKENIZER=$OLDPWD/build/demo/weights/tokenizer.bin
+    export KVQ_LLAMA=$OLDPWD/build/demo/examples/llama/kvq_llama KVQ_LIBRARY_PATH=$OLDPWD/build/src/libkvq.so PYTHONPATH=../src
+    python3 -m unittest -v test_stories
 """
 import os
 import re
