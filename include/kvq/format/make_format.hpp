@@ -104,7 +104,8 @@ struct scheme_record;
 template <class Scheme>
 concept takes_plans = requires(const calibration& statistics) {
     Scheme::plan_of_keys(statistics);
-};
+}
+&&!requires { typename Scheme::inner_scheme; };  // statistics are of keys in front of a transform
 
 template <class Backend, class Scheme>
 struct plan_table {
