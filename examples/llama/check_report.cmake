@@ -61,3 +61,6 @@ run(0 "going on from" --tokens 800 --schemes int8,std4,low3+stats)
 run(1 "another text" --tokens 700 --schemes int8)
 run(1 "another sinks: 4, not 5" --tokens 800 --schemes int8 --sinks 5)
 run(0 "fp16" --tokens 700 --schemes int8 --fresh)
+# Of the usual formats those that fit heads of 8 channels; a format that is named and does not fit is refused before anything is read.
+run(0 "q8_0 is left out" --tokens 700 --fresh)
+run(1 "q8_0 has a scale for 32 channels" --tokens 700 --schemes q8_0 --fresh)

@@ -18,38 +18,48 @@ constexpr const char* planned_names[] = {"mix4", "low3", "low2"};
 constexpr const char* eight_bit_schemes[] = {"fp16", "int8", "affine-8-g64", "kivi-8-g64", "ref8"};
 constexpr int probes_of_window = 4;
 
-// Those that the library has: a smaller one may lack some widths.
+// Those that the library has, a smaller one may lack some widths, and that can hold the model's heads.
 std::vector<scheme_choice> available(std::span<const char* const> names, const cache_settings& settings,
-                                     const std::string& suffix = "") {
+                                     const model_shape& shape, const std::string& suffix = "") {
     std::vector<scheme_choice> schemes;
     for (const std::string name : names) {
+        std::optional<scheme_choice> scheme;
         try {
-            schemes.push_back(parse_scheme(name + suffix, settings));
+            scheme = parse_scheme(name + suffix, settings);
         } catch (const std::exception&) {
             std::fprintf(stderr, "kvq_llama: %s is left out, this program does not have it\n", name.c_str());
+            continue;
         }
+        try {
+            static_cast<void>(scheme->make_cache(shape));
+        } catch (const std::exception& reason) {
+            std::fprintf(stderr, "kvq_llama: %s is left out: %s\n", name.c_str(), reason.what());
+            continue;
+        }
+        schemes.push_back(std::move(*scheme));
     }
     return schemes;
 }
 
 // A plan is made of tokens of the first chunk, which all schemes see in 16 bit; of fewer than 64 there is none.
-std::vector<scheme_choice> report_schemes(const report_options& chosen, int chunk) {
+std::vector<scheme_choice> report_schemes(const report_options& chosen, const model_shape& shape, int chunk) {
     constexpr int usual_plan = 512, least_plan = 64;
     std::vector<scheme_choice> schemes{parse_scheme("fp16", {.page_tokens = chosen.cache.page_tokens})};
     if (chosen.schemes.empty()) {
-        for (scheme_choice& scheme : available(usual_names, chosen.cache)) {
+        for (scheme_choice& scheme : available(usual_names, chosen.cache, shape)) {
             schemes.push_back(std::move(scheme));
         }
         const std::string suffix = chunk >= usual_plan   ? "+own"
                                    : chunk >= least_plan ? "+own" + std::to_string(chunk)
                                                          : "";
-        for (scheme_choice& scheme : available(planned_names, chosen.cache, suffix)) {
+        for (scheme_choice& scheme : available(planned_names, chosen.cache, shape, suffix)) {
             schemes.push_back(std::move(scheme));
         }
     }
     for (const std::string& name : chosen.schemes) {
         if (name != "fp16") {
             schemes.push_back(parse_aloud(name, chosen.cache));
+            static_cast<void>(schemes.back().make_cache(shape));  // raises what does not fit at once
         }
     }
     return schemes;
@@ -143,7 +153,7 @@ void run_report(const options& chosen) {
     const report_options& wanted = chosen.report;
     const model model(weights_of(chosen));
     report_settings settings = settings_of(chosen, model);
-    std::vector<scheme_choice> schemes = report_schemes(wanted, settings.chunk);
+    std::vector<scheme_choice> schemes = report_schemes(wanted, model.shape(), settings.chunk);
     std::optional<llama::model> draft_model;
     if (!wanted.draft_model_path.empty()) {
         draft_model.emplace(load_model(wanted.draft_model_path));
@@ -227,7 +237,7 @@ void run_report(const options& chosen) {
             scheme.give_statistics(statistics);
         }
         if (!state.has_eight_bits()) {
-            const auto eight_bits = available(eight_bit_schemes, cache);
+            const auto eight_bits = available(eight_bit_schemes, cache, model.shape());
             state.add_eight_bits(find_key_bias(model.config(), statistics),
                                  attention_errors(model.shape(), recorded, eight_bits, space.workers));
         }
