@@ -55,11 +55,6 @@ template <class T, class... Parts>
 inline constexpr bool turns_queries<prefill_args<T, Parts...>> = (pair_turns<typename Parts::pair_type> ||
                                                                   ...);
 /// Producers of wide tiles have no registers for plans of widths.
-template <class Args>
-inline constexpr bool has_widths = false;
-template <class T, class... Parts>
-inline constexpr bool has_widths<prefill_args<T, Parts...>> =
-    (codec<typename Parts::pair_type::keys>.several_widths() || ...);
 template <int Dim, class Args>
 inline constexpr bool has_wgmma =
     !turns_queries<Args> && (Dim == 64 || Dim == 128 || ((Dim == 256 || Dim == 512) && !has_widths<Args>));

@@ -23,6 +23,15 @@ inline constexpr int prefill_rows = Dim <= 128   ? 256
                                     : Dim <= 256 ? 128
                                                  : 64;
 
+/// Are keys of several widths among the parts?
+template <class Args>
+inline constexpr bool has_widths = false;
+template <class T, class... Parts>
+struct prefill_args;
+template <class T, class... Parts>
+inline constexpr bool has_widths<prefill_args<T, Parts...>> =
+    (codec<typename Parts::pair_type::keys>.several_widths() || ...);
+
 /// Rows of a block, and what they see.
 struct prefill_block {
     int sequence, kv_head;
@@ -31,6 +40,8 @@ struct prefill_block {
     int cut_end;          // pages before it may be cut
     int first_row, rows;  // of the block; rows: of the sequence
     int first_query, last_query;  // the newest of the new tokens that these rows see
+    /// Where queries and keys have each channel; null: channels stand in their own order.
+    const std::uint16_t* order = nullptr;
 
     template <class Args>
     __device__ __forceinline__ prefill_block(const Args& a, int block_rows, int number, int head, int b)
@@ -142,6 +153,15 @@ struct prefill_args {
     }
 };
 
+/// The place of a channel of queries and keys.
+template <class Args>
+__device__ __forceinline__ int place_of_channel(const prefill_block& block, int channel) {
+    if constexpr (has_widths<Args>)
+        return block.order == nullptr ? channel : static_cast<int>(__ldg(block.order + channel));
+    else
+        return channel;
+}
+
 template <class Args, class Part>
 __device__ __forceinline__ token_range tokens_of(const Args& a, const Part& part, const prefill_block& block,
                                                  int tile) {
@@ -153,6 +173,20 @@ __device__ __forceinline__ token_range tokens_of(const Args& a, const Part& part
         if (unseen > 0) from += unseen / tile * tile;
     }
     return {from, end};
+}
+
+/// The order in which a block has channels: that of the first keys of several widths that its rows see, whose
+/// codes of a width lie together.
+template <class Args>
+__device__ __forceinline__ void find_order(const Args& a, prefill_block& block) {
+    if constexpr (has_widths<Args>)
+        each_part(a, [&]<class Part>(const Part& part) {
+            if constexpr (codec<typename Part::pair_type::keys>.several_widths()) {
+                const token_range range = tokens_of(a, part, block, slice_tokens);
+                if (block.order == nullptr && range.first < range.end)
+                    block.order = part.cache.key_plan(block.kv_head);
+            }
+        });
 }
 
 /// The pages of a tile, one entry of 16 tokens a lane.

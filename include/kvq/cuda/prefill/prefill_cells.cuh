@@ -11,19 +11,20 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// The cells of a warp of a tile of this format.
-template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride>
+template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride, bool Ordered>
 struct choose_cells {
     using type = std::conditional_t<codec<scheme_of<Role, Pair>>.several_widths(),
                                     mixed_cells<Pair, TileRows, TileColumns, Warps, Stride>,
-                                    cell_batch<Role, Pair, TileRows, TileColumns, Warps, Stride>>;
+                                    cell_batch<Role, Pair, TileRows, TileColumns, Warps, Stride, Ordered>>;
 };
-template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride>
+template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride, bool Ordered>
 requires token_row_scheme<scheme_of<Role, Pair>>
-struct choose_cells<Role, Pair, TileRows, TileColumns, Warps, Stride> {
-    using type = row_cells<Role, Pair, TileRows, TileColumns, Warps, Stride>;
+struct choose_cells<Role, Pair, TileRows, TileColumns, Warps, Stride, Ordered> {
+    using type = row_cells<Role, Pair, TileRows, TileColumns, Warps, Stride, Ordered>;
 };
-template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride = TileRows>
-using cells_of = typename choose_cells<Role, Pair, TileRows, TileColumns, Warps, Stride>::type;
+/// Ordered: keys may stand in an order of channels that is not their own (prefill_block::order).
+template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride, bool Ordered>
+using cells_of = typename choose_cells<Role, Pair, TileRows, TileColumns, Warps, Stride, Ordered>::type;
 
 template <class S>
 constexpr const char* no_tiles_of(const block_shape& s) noexcept {

@@ -176,7 +176,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
             for (int r = 0; r < 2; ++r) weigh_row(s, rows, factor, scale, r, fmaxf(top[r], other[r]));
             pack(s);
         } else {
-            softmax_step<shape::wide>(s, rows, factor, scale);
+            softmax_step(s, rows, factor, scale);
         }
     };
     // Of the newest scores, behind which `Behind` groups of products were asked for.

@@ -1,16 +1,15 @@
 // Keys of mixed widths (schemes/scheme_codes.hpp) as tiles of half floats, as prefill_tile.cuh makes them of
 // one width.
 //
-//   tile      columns are channels in their own order, since the query and all other keys of a prompt have
-//             that order too
-//   channel   a lane has one channel of its warp's cells: its place in the plan of the head, and with it
-//             width, words and bits
-//   cell      the warp writes that of 32 channels to its table; then a lane has a row, and gathers the codes
-//             of four channels at a time
+//   tile      columns are places of the plan of the head, in which codes of a width lie together: queries and
+//             all other keys of a block have that order (prefill_block::order), or channels have places of
+//             their own in it
+//   lane      a lane has one place of its warp's cells: with it width, words and bits
+//   cell      the warp writes what its 8 quads of places need to its table; then a lane has a row, and takes
+//             the codes of a quad from a word of each plane
 //
-// A code of B bits lies in up to two planes (pack/code_layout.hpp): a byte of each, from which a shift and a
-// mask of the table take the bits. All lanes do the same at a time, whatever the widths are: rows differ in
-// nothing but the address.
+// A code of B bits lies in up to two planes (pack/code_layout.hpp): words of four places, which a rotation
+// and a mask of the table make the codes' bytes. All lanes do the same at a time, whatever the widths are.
 // Contract: tiles as in prefill_tile.cuh; any plan of the scheme, and none. Channels without codes are their
 // bias. Codes are read in store() alone: where blocks are in device memory, it waits for them.
 #pragma once
@@ -33,26 +32,34 @@ struct mixed_cells {
                                      : S::granularity_type::group;
     static constexpr int groups = kvq::detail::ceil_div(page, group), planes = most_planes(codec<S>);
     static constexpr bool exact = std::is_same_v<P, float16>;  // parameters are halves already
-    /// Of the table: entries of every plane, scales, biases.
-    static constexpr int scales_at = planes * 128, biases_at = scales_at + 64;
-    static_assert(biases_at + 64 <= key_table_bytes);
+    /// Of the table: entries of the 8 quads for every plane, their centres, scales, biases, places.
+    static constexpr int centres_at = planes * 64, scales_at = centres_at + 32, biases_at = scales_at + 64,
+                         places_at = biases_at + 64;
+    static_assert(places_at + 64 <= key_table_bytes);
 
-    /// The channel of a lane, in all pages of a head.
+    /// The place of a lane, in all pages of a head.
     struct lane_channel {
         int place = 0;
         float centre = 0.0f;  // codes are counted from here, as in stored_set
-        /// Where the channel's byte of a plane is in tokens 0 to 31: offset in the block << 16 | mask << 8 |
-        /// shift. Shifted to the left, the byte has its bits of the code in the second byte of a word, where
-        /// the mask is.
+        /// Where the quad's word of a plane is in tokens 0 to 31: offset in the block << 16 | mask of a byte
+        /// << 8 | by how much the word is rotated to the left.
         std::uint32_t entry[planes] = {};
         std::uint32_t tile_step = 0;  // of entries, from 32 tokens to the next
-        std::uint32_t raised =
-            0;  // -(1024 + centre) of channels 2 lane and 2 lane + 1, for the first 16 lanes
+        int at = -1;                  // the place in the tile, where it is another one
+        bool two_planes = false;      // has a code of the warp's cells two?
 
-        __device__ __forceinline__ lane_channel(const cache_ref<Pair>& cache, int head, int warp, int lane) {
-            const int channel = cells::column(warp) + lane;
+        __device__ __forceinline__ lane_channel(const cache_ref<Pair>& cache, int head, int warp, int lane,
+                                                const std::uint16_t* order) {
+            place = cells::column(warp) + lane;
             const std::uint16_t* const plan = cache.key_plan(head);
-            place = plan == nullptr ? channel : static_cast<int>(__ldg(plan + channel));
+            if (plan != order) {
+                int channel = place;
+                if (plan != nullptr)
+#pragma unroll 1
+                    for (int c = 0; c < dim; ++c)
+                        if (static_cast<int>(__ldg(plan + c)) == place) channel = c;
+                at = order == nullptr ? channel : static_cast<int>(__ldg(order + channel));
+            }
             const auto quads = quads_of<S, dim>(plan);
             int first = 0, words = 0;  // quads and words of a row before those of the width
             static_for<S::width_list::count>([&](auto number) {
@@ -68,8 +75,8 @@ struct mixed_cells {
                             constexpr int p = decltype(plane)::value, per = code::quads_per_word(p);
                             constexpr int width = code::width(p), shift = code::shift(p);
                             const int line = code::first_vector(p, n) + quad / per;
-                            const int offset = 4 * page * words + 128 * line + place % 4;
-                            const int left = 8 + shift - width * (quad % per);
+                            const int offset = 4 * page * words + 128 * line;
+                            const int left = (shift - width * (quad % per)) & 31;
                             constexpr std::uint32_t mask = ((1u << width) - 1u) << shift;
                             entry[p] = static_cast<std::uint32_t>(offset) << 16 | mask << 8 |
                                        static_cast<std::uint32_t>(left);
@@ -79,14 +86,14 @@ struct mixed_cells {
                 }
                 first += n;
             });
-            const std::uint32_t own = 0xe400u + static_cast<std::uint32_t>(centre);
-            raised = __shfl_sync(0xffffffffu, own, 2 * lane % 32) |
-                     __shfl_sync(0xffffffffu, own, (2 * lane + 1) % 32) << 16;
+            two_planes = __any_sync(0xffffffffu, planes == 2 && entry[planes - 1] != 0);
         }
     };
+    /// Cells below each other that have the same parameters.
+    static constexpr int per_set = page % group == 0 && group % 64 == 0 && count % 2 == 0 ? 2 : 1;
 
     const lane_channel& channel;
-    stored_pair<P, true> parameters[count];  // of the lane's channel
+    stored_pair<P, true> parameters[count / per_set];  // of the lane's place
 
     __device__ __forceinline__ explicit mixed_cells(const lane_channel& own) : channel(own) {}
 
@@ -97,12 +104,12 @@ struct mixed_cells {
         constexpr std::size_t scales = typename S::layout_type{}.scale_offset(shape),
                               biases = scales + std::size_t{groups * dim * parameter_width<P>};
 #pragma unroll
-        for (int i = 0; i < count; ++i) {
+        for (int i = 0; i < count; i += per_set) {
             if (!cells::exists(warp, i)) break;
             const int row = cells::row(warp, i), of_group = (tile.first + row) % page / group;
-            parameters[i].load(source.block(source.page(tile, row), row), scales, biases,
-                               of_group * dim + channel.place,
-                               static_cast<int>(biases) + groups * dim + of_group * 6);
+            parameters[i / per_set].load(source.block(source.page(tile, row), row), scales, biases,
+                                         of_group * dim + channel.place,
+                                         static_cast<int>(biases) + groups * dim + of_group * 6);
         }
     }
 
@@ -116,60 +123,86 @@ struct mixed_cells {
             if (!cells::exists(warp, i)) break;
             const int row = cells::row(warp, i);
             __syncwarp();
-            fill_table(table, parameters[i].floats(), (tile.first + row) % page / 32, lane);
+            if (i % per_set == 0) fill_parameters(table, parameters[i / per_set].floats(), lane);
+            fill_entries(table, (tile.first + row) % page / 32, lane);
             __syncwarp();
             const auto codes =
                 source.block(source.page(tile, row), row).from(static_cast<std::size_t>(lane * 4));
             const std::uint32_t place = to + octet_offset<Stride>(row + lane, cells::column(warp) / 8);
-            static_for<4>([&](auto number) {
-                constexpr int octet = decltype(number)::value;
-                const uint2 front = four_channels<2 * octet>(codes, table),
-                            back = four_channels<2 * octet + 1>(codes, table);
-                store_shared_16(place ^ (octet * 16u), {__uint_as_float(front.x), __uint_as_float(front.y),
-                                                        __uint_as_float(back.x), __uint_as_float(back.y)});
-            });
+            if (__any_sync(0xffffffffu, channel.at >= 0)) {
+                static_for<4>([&](auto number) {
+                    constexpr unsigned octet = decltype(number)::value;
+                    std::uint32_t x[4];
+                    make_octet<octet, planes>(x, codes, table);
+                    const uint4 p = load_shared_16(table + places_at + octet * 16);
+                    octet_places{{p.x, p.y, p.z, p.w}}.template store<Stride>(to, row + lane, x);
+                });
+                continue;
+            }
+            const auto all = [&]<int Planes>(std::integral_constant<int, Planes>) {
+                static_for<4>([&](auto number) {
+                    constexpr unsigned octet = decltype(number)::value;
+                    std::uint32_t x[4];
+                    make_octet<octet, Planes>(x, codes, table);
+                    store_shared_16(place ^ (octet * 16u), {__uint_as_float(x[0]), __uint_as_float(x[1]),
+                                                            __uint_as_float(x[2]), __uint_as_float(x[3])});
+                });
+            };
+            if (channel.two_planes)
+                all(std::integral_constant<int, planes>{});
+            else
+                all(std::integral_constant<int, 1>{});
         }
     }
 
 private:
     /// tile: of 32 tokens of the page.
-    __device__ __forceinline__ void fill_table(std::uint32_t table, const float2& p, int tile,
-                                               int lane) const {
+    __device__ __forceinline__ void fill_entries(std::uint32_t table, int tile, int lane) const {
         const auto own = static_cast<std::uint32_t>(lane);
+        if (lane % 4 == 0)
 #pragma unroll
-        for (int plane = 0; plane < planes; ++plane)
-            store_word(table + static_cast<std::uint32_t>(plane * 128) + own * 4,
-                       channel.entry[plane] + static_cast<std::uint32_t>(tile) * channel.tile_step);
+            for (int plane = 0; plane < planes; ++plane) {
+                const std::uint32_t e = channel.entry[plane],
+                                    to = table + static_cast<std::uint32_t>(plane * 64) + own * 2;
+                store_word(to, e + static_cast<std::uint32_t>(tile) * channel.tile_step);
+                store_word(to + 4, (e >> 8 & 0xffu) * 0x01010101u);
+            }
+    }
+    __device__ __forceinline__ void fill_parameters(std::uint32_t table, const float2& p, int lane) const {
+        const auto own = static_cast<std::uint32_t>(lane);
+        if (lane % 4 == 0)
+            store_word(
+                table + centres_at + own,
+                twice(static_cast<std::uint16_t>(0xe400u + static_cast<std::uint32_t>(channel.centre))));
         store_half_word(table + scales_at + own * 2, to_half(p.x));
         store_half_word(table + biases_at + own * 2, to_half(fmaf(channel.centre, p.x, p.y)));
+        store_half_word(table + places_at + own * 2, static_cast<std::uint16_t>(channel.at));
     }
-    /// x^ of channels 4 Quad to 4 Quad + 3 of the cell. codes: the block, from the lane's row on.
-    template <int Quad, class Block>
-    __device__ __forceinline__ uint2 four_channels(const Block& codes, std::uint32_t table) const {
-        std::uint32_t code[4] = {};  // in the second byte; the last one is zero
+    /// x^ of places 8 Octet to 8 Octet + 7 of the cell. codes: the block, from the lane's row on.
+    template <unsigned Octet, int Planes, class Block>
+    __device__ __forceinline__ static void make_octet(std::uint32_t (&x)[4], const Block& codes,
+                                                      std::uint32_t table) {
+        std::uint32_t code[2] = {};
 #pragma unroll
-        for (int plane = 0; plane < planes; ++plane) {
-            const uint4 e = load_shared_16(table + static_cast<std::uint32_t>(plane * 128 + Quad * 16));
-            const std::uint32_t entry[4] = {e.x, e.y, e.z, e.w};
+        for (unsigned plane = 0; plane < Planes; ++plane) {
+            const uint4 e = load_shared_16(table + plane * 64 + Octet * 16);
+            const std::uint32_t entry[2] = {e.x, e.z}, mask[2] = {e.y, e.w};
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const std::uint32_t byte = codes.template get<1>(static_cast<int>(entry[k] >> 16));
-                code[k] |= __funnelshift_l(0u, byte, static_cast<int>(entry[k])) & entry[k];
+            for (int k = 0; k < 2; ++k) {
+                const std::uint32_t word = codes.template get<4>(static_cast<int>(entry[k] >> 16));
+                code[k] |= __funnelshift_l(word, word, static_cast<int>(entry[k])) & mask[k];
             }
         }
-        const uint2 scale = load_shared_8(table + static_cast<std::uint32_t>(scales_at + Quad * 8)),
-                    bias = load_shared_8(table + static_cast<std::uint32_t>(biases_at + Quad * 8));
-        return {pair<2 * Quad>(code[0], code[1], scale.x, bias.x),
-                pair<2 * Quad + 1>(code[2], code[3], scale.y, bias.y)};
-    }
-    /// Number: of the pair in the cell.
-    template <int Number>
-    __device__ __forceinline__ std::uint32_t pair(std::uint32_t a, std::uint32_t b, std::uint32_t scale,
-                                                  std::uint32_t bias) const {
-        const std::uint32_t raised = __shfl_sync(0xffffffffu, channel.raised, Number);
-        const std::uint32_t code =
-            multiply_add_halves(__byte_perm(a, b, 0x7531) | 0x64006400u, 0x3c003c00u, raised);
-        return multiply_add_halves(code, scale, bias);
+        const uint2 raised = load_shared_8(table + centres_at + Octet * 8);  // -(1024 + centre)
+        const uint4 scale = load_shared_16(table + scales_at + Octet * 16),
+                    bias = load_shared_16(table + biases_at + Octet * 16);
+        const auto pair = [](std::uint32_t halves, std::uint32_t centre, std::uint32_t s, std::uint32_t b) {
+            return multiply_add_halves(multiply_add_halves(halves, 0x3c003c00u, centre), s, b);
+        };
+        x[0] = pair(__byte_perm(code[0], 0x64646464u, 0x4140), raised.x, scale.x, bias.x);
+        x[1] = pair(__byte_perm(code[0], 0x64646464u, 0x4342), raised.x, scale.y, bias.y);
+        x[2] = pair(__byte_perm(code[1], 0x64646464u, 0x4140), raised.y, scale.z, bias.z);
+        x[3] = pair(__byte_perm(code[1], 0x64646464u, 0x4342), raised.y, scale.w, bias.w);
     }
 };
 

@@ -50,9 +50,10 @@ inline constexpr int small_mma_rows =
                                                                          : prefill_rows<Dim> / 2;
 
 /// All cells of a warp: of the next tile's keys or values.
-template <tensor Role, class Pair, int TileRows, int TileColumns>
-using warp_cells = cells_of<Role, Pair, TileRows, TileColumns,
-                            mma_warps * mma_passes<kvq::detail::larger(TileRows, TileColumns)>>;
+template <tensor Role, class Pair, int TileRows, int TileColumns, bool Ordered>
+using warp_cells =
+    cells_of<Role, Pair, TileRows, TileColumns,
+             mma_warps * mma_passes<kvq::detail::larger(TileRows, TileColumns)>, TileRows, Ordered>;
 
 template <int Dim, int Rows, bool Softcap, class Args>
 struct mma_rows {
@@ -131,7 +132,7 @@ struct mma_rows {
                 position[r] = block.history + a.newest_of_row(block.first_row + own_row + 16 * m + 8 * r);
             float factor[2];
             mask_scores<Softcap>(a, block, note, position, lane % 4, s[m]);
-            softmax_step<false>(s[m], rows[m], factor, Softcap ? 1.0f : a.scale);
+            softmax_step(s[m], rows[m], factor, Softcap ? 1.0f : a.scale);
             if (__any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f))
 #pragma unroll
                 for (int i = 0; i < own_channels / 2; ++i) o[m][i] *= factor[i / 2 % 2];
@@ -179,11 +180,12 @@ struct mma_rows {
         };
         const blocks_in_memory<tensor::key, pair> keys_of{&part.cache, block.kv_head};
         const blocks_in_memory<tensor::value, pair> values_of{&part.cache, block.kv_head};
-        using key_cells_type = warp_cells<tensor::key, pair, tile, Dim>;
+        using key_cells_type = warp_cells<tensor::key, pair, tile, Dim, has_widths<Args>>;
         if constexpr (shape::large) return large_pages(part, range, sinks, keys_of, values_of, page_at);
-        const typename key_cells_type::lane_channel channel(part.cache, block.kv_head, warp, lane);
+        const typename key_cells_type::lane_channel channel(part.cache, block.kv_head, warp, lane,
+                                                            has_widths<Args> ? block.order : nullptr);
         key_cells_type key_cells(channel);
-        using value_cells_type = warp_cells<tensor::value, pair, Dim, tile>;
+        using value_cells_type = warp_cells<tensor::value, pair, Dim, tile, has_widths<Args>>;
         const typename value_cells_type::lane_channel value_channel(part.cache, block.kv_head, value_warp,
                                                                     lane);
         value_cells_type value_cells(value_channel);
@@ -235,7 +237,8 @@ struct mma_rows {
             const int count = kvq::detail::smaller(tile, block.new_tokens - first),
                       at = block.history + first;
             copy_new_tile<tensor::key, tile, Dim, mma_warps>(a.k, block.kv_head, block.start + first, count,
-                                                             keys(buffer), warp, lane);
+                                                             keys(buffer), warp, lane,
+                                                             has_widths<Args> ? block.order : nullptr);
             const auto copy_values = [&] {
                 copy_new_tile<tensor::value, Dim, tile, mma_warps>(a.v, block.kv_head, block.start + first,
                                                                    count, values(buffer), warp, lane);
@@ -278,7 +281,8 @@ private:
 #pragma unroll 1
             for (int pass = 0; pass < shape::passes; ++pass) {
                 const int number = warp + pass * mma_warps;
-                const typename Cells::lane_channel channel(part.cache, block.kv_head, number, lane);
+                const typename Cells::lane_channel channel(part.cache, block.kv_head, number, lane,
+                                                           has_widths<Args> ? block.order : nullptr);
                 Cells cells(channel);
                 cells.fetch(source, tokens, number, lane);
                 cells.store(source, keys(0), tokens, table, number, lane);
@@ -290,11 +294,13 @@ private:
             const int count = kvq::detail::smaller(tile, range.end - first);
             const tile_tokens tokens = tile_tokens::of(first, count, page_at(first));
             const int slices = static_cast<int>(__ballot_sync(0xffffffffu, tokens.page >= 0));
-            dequantize(std::type_identity<warp_cells<tensor::key, pair, tile, Dim>>{}, keys_of, tokens);
+            dequantize(std::type_identity<warp_cells<tensor::key, pair, tile, Dim, has_widths<Args>>>{},
+                       keys_of, tokens);
             float s[strips][tile / 2];
             scores(s);
             __syncthreads();
-            dequantize(std::type_identity<warp_cells<tensor::value, pair, Dim, tile>>{}, values_of, tokens);
+            dequantize(std::type_identity<warp_cells<tensor::value, pair, Dim, tile, has_widths<Args>>>{},
+                       values_of, tokens);
             const int at = part.cache.first_token + first;
             weigh(s, {at, count, slices, a.cut(block, at, count, slices, sinks, tile)});
             add_values(s);
@@ -314,9 +320,10 @@ __global__ void __launch_bounds__(mma_threads, 1) prefill_mma_kernel(const __gri
     using shape = mma_shape<Dim, Rows>;
     extern __shared__ __align__(128) std::byte shared[];
     const std::uint32_t base = shared_address(shared);
-    const prefill_block block(a, Rows, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
-                              static_cast<int>(blockIdx.z));
+    prefill_block block(a, Rows, static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y),
+                        static_cast<int>(blockIdx.z));
     if (block.empty()) return;
+    find_order(a, block);
     load_query_rows<Dim, Rows>(a, block, 0, Rows, base + shape::query, static_cast<int>(threadIdx.x),
                                mma_threads);
     mma_rows<Dim, Rows, Softcap, Args> rows(a, block, base, static_cast<int>(threadIdx.x));

@@ -41,7 +41,8 @@ __device__ __forceinline__ void load_halves(const T* from, std::uint32_t (&x)[4]
 /// under way together.
 template <tensor Role, int TileRows, int TileColumns, int Warps, int Stride = TileRows, class T>
 __device__ __forceinline__ void copy_new_tile(const token_view<const T>& from, int head, int first, int count,
-                                              std::uint32_t to, int warp, int lane) {
+                                              std::uint32_t to, int warp, int lane,
+                                              [[maybe_unused]] const std::uint16_t* order = nullptr) {
     if constexpr (Role == tensor::key) {
         if (count <= 0) return;
         constexpr int octets = TileColumns / 8;
@@ -51,6 +52,10 @@ __device__ __forceinline__ void copy_new_tile(const token_view<const T>& from, i
                 const int token = kvq::detail::smaller(i / octets, count - 1), octet = i % octets;
                 std::uint32_t x[4];
                 load_halves<Aligned>(from.at(first + token, head) + octet * 8, x);
+                if (order != nullptr) {
+                    octet_places::of(order + octet * 8).template store<Stride>(to, i / octets, x);
+                    continue;
+                }
                 store_shared_16(to + octet_offset<Stride>(i / octets, octet),
                                 {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
                                  __uint_as_float(x[3])});

@@ -23,7 +23,7 @@ constexpr const char* no_row_tiles(const block_shape& s) noexcept {
     return s.tokens != 16 && s.tokens % 32 != 0 ? odd_pages : nullptr;
 }
 
-template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride>
+template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride, bool Ordered>
 struct row_cells {
     using S = scheme_of<Role, Pair>;
     using reader = row_reader<S>;
@@ -41,10 +41,15 @@ struct row_cells {
 
     struct lane_channel {
         float tensor_scale;
-        __device__ __forceinline__ lane_channel(const cache_ref<Pair>& cache, int, int, int)
-            : tensor_scale(detail::tensor_scale<Role>(cache)) {}
+        [[no_unique_address]] std::conditional_t<key && Ordered, const std::uint16_t*, no_set> order;
+        __device__ __forceinline__ lane_channel(const cache_ref<Pair>& cache, int, int, int,
+                                                [[maybe_unused]] const std::uint16_t* places = nullptr)
+            : tensor_scale(detail::tensor_scale<Role>(cache)) {
+            if constexpr (key && Ordered) order = places;
+        }
     };
-    __device__ __forceinline__ explicit row_cells(const lane_channel& own) : tensor_scale(own.tensor_scale) {}
+    __device__ __forceinline__ explicit row_cells(const lane_channel& own)
+        : tensor_scale(own.tensor_scale), order(own.order) {}
 
     /// Words of blocks that are in shared memory are read by store().
     template <class Source>
@@ -124,6 +129,7 @@ private:
         }
     };
     float tensor_scale;
+    [[no_unique_address]] decltype(lane_channel::order) order;
     piece_words words_of[count];
 
     /// The scale of a code.
@@ -172,6 +178,12 @@ private:
         reader::of_bytes(bytes[1], x[2], x[3]);
         const float own_step = step(w.scale[0]);
         multiply(x, own_step, own_step);
+        if constexpr (key && Ordered)
+            if (order != nullptr) {
+                if (own.exists)
+                    octet_places::of(order + own.channel).template store<Stride>(to, own.token, x);
+                return;
+            }
         if (all_exist || own.exists)
             store_shared_16(
                 to + octet_offset<Stride>(own.token, own.channel / 8),

@@ -2,7 +2,8 @@
 //
 //   registers   lane (g, t) of a warp has rows g and g + 8 of its 16: of scores, columns 8 i + 2 t + k in s[4
 //               i + 2 r + k]; of outputs the same with channels. So do wgmma and mma.
-//   softmax     m' = max(m, s), weights 2^(s - m'), sum and output times 2^(m - m') (online softmax)
+//   softmax     m' = max(m, s) where s lies far above m, else m; weights 2^(s - m'), sum and output times
+//               2^(m - m') (online softmax)
 //
 // Contract: rows that do not exist are zero and are not written. A row that sees nothing gives zeros and a
 // log-sum of -infinity.
@@ -60,11 +61,11 @@ __device__ __forceinline__ void load_turned_rows(const Args& a, const prefill_bl
 #pragma unroll
         for (int k = 0; k < N; ++k) {
             const int c = k * 32 + lane;
-            if (c < Dim)
-                store_half_word(to + static_cast<std::uint32_t>(i / Rows * (Rows * Dim * 2)) +
-                                    octet_offset<Rows>(i % Rows, c / 8) +
-                                    static_cast<std::uint32_t>(c % 8 * 2),
-                                odd ? std::uint16_t{0x7fff} : to_half(x[k]));
+            if (c >= Dim) continue;
+            const int at = place_of_channel<Args>(block, c);
+            store_half_word(to + static_cast<std::uint32_t>(i / Rows * (Rows * Dim * 2)) +
+                                octet_offset<Rows>(i % Rows, at / 8) + static_cast<std::uint32_t>(at % 8 * 2),
+                            odd ? std::uint16_t{0x7fff} : to_half(x[k]));
         }
     }
 }
@@ -85,9 +86,16 @@ __device__ __forceinline__ void load_query_rows(const Args& a, const prefill_blo
                 a.q.at(block.start + held / a.group, block.kv_head * a.group + held % a.group) + octet * 8,
                 x);
             if (row >= block.rows) x[0] = x[1] = x[2] = x[3] = 0;
+            const std::uint32_t rows =
+                to + static_cast<std::uint32_t>(row_of_tiles / Rows * (Rows * Dim * 2));
+            if constexpr (has_widths<Args>)
+                if (block.order != nullptr) {
+                    octet_places::of(block.order + octet * 8)
+                        .template store<Rows>(rows, row_of_tiles % Rows, x);
+                    continue;
+                }
             store_shared_16(
-                to + static_cast<std::uint32_t>(row_of_tiles / Rows * (Rows * Dim * 2)) +
-                    octet_offset<Rows>(row_of_tiles % Rows, octet),
+                rows + octet_offset<Rows>(row_of_tiles % Rows, octet),
                 {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
         }
     };
@@ -190,27 +198,27 @@ __device__ __forceinline__ void weigh_row(float (&s)[N], row_pair& rows, float (
     rows.sum[r] = rows.sum[r] * factor[r] + sum;
 }
 
-/// Both rows. Rarely: a row's lanes compare their maxima only where one of the warp's rows has a new one. Few
-/// tiles do, and shuffles wait behind stores to shared memory.
-template <bool Rarely, int N>
+/// So far, in powers of two, a score may lie above the maximum that weights are relative to.
+inline constexpr float most_above = 8.0f;
+
+/// Both rows. A maximum stays as it is until a score of its row lies `most_above` above it: weights are then
+/// 256 at most, and few tiles multiply earlier outputs. Lanes compare their maxima only where one of the
+/// warp's rows has such a score, because shuffles wait behind stores to shared memory.
+template <int N>
 __device__ __forceinline__ void softmax_step(float (&s)[N], row_pair& rows, float (&factor)[2], float scale) {
-    if constexpr (Rarely) {
-        float top[2];
-        bool raised = false;
+    const float above = fminf(most_above / scale, 3e38f);
+    float top[2];
+    bool raised = false;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            top[r] = greatest(s, r, rows.max[r]);
-            raised = raised || top[r] > rows.max[r];
-        }
-        if (__any_sync(0xffffffffu, raised))
+    for (int r = 0; r < 2; ++r) {
+        top[r] = greatest(s, r, rows.max[r]);
+        raised = raised || top[r] > rows.max[r] + above;
+    }
+    const bool any = __any_sync(0xffffffffu, raised);
 #pragma unroll
-            for (float& x : top) x = greatest_of_lanes(x);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) weigh_row(s, rows, factor, scale, r, top[r]);
-    } else {
-#pragma unroll
-        for (int r = 0; r < 2; ++r)
-            weigh_row(s, rows, factor, scale, r, greatest_of_lanes(greatest(s, r, rows.max[r])));
+    for (int r = 0; r < 2; ++r) {
+        if (any) top[r] = greatest_of_lanes(top[r]);
+        weigh_row(s, rows, factor, scale, r, any && top[r] > rows.max[r] + above ? top[r] : rows.max[r]);
     }
 }
 

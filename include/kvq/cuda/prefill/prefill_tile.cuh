@@ -16,8 +16,7 @@
 // zero; rows of key tiles that hold none are anything.
 #pragma once
 
-#include "../layout/mixed_cache.cuh"
-#include "../layout/unpack_codes.cuh"
+#include "prefill_numbers.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -30,16 +29,28 @@ __device__ __forceinline__ std::uint32_t octet_offset(int row, int octet) {
     return static_cast<std::uint32_t>(octet / 8 * (Rows * 128) + row * 128 + ((octet % 8 ^ (row & 7)) << 4));
 }
 
-/// The same number twice.
-__device__ __forceinline__ std::uint32_t twice(std::uint16_t half) { return half * 0x00010001u; }
+/// Places of 8 neighbouring channels in keys and queries, two in a word.
+struct octet_places {
+    std::uint32_t pair[4];
 
-__device__ __forceinline__ std::uint16_t to_half(float x) {
-    return static_cast<std::uint16_t>(pack_halves<float16>(x, 0.0f));
-}
-
-/// Scale and bias of a set of codes as halves; low: what the scale lost by being rounded.
-struct half_parameters {
-    std::uint16_t scale, bias, low;
+    __device__ __forceinline__ static octet_places of(const std::uint16_t* places) {
+        octet_places p;
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+            p.pair[k] = __ldg(places + 2 * k) | static_cast<std::uint32_t>(__ldg(places + 2 * k + 1)) << 16;
+        return p;
+    }
+    /// Stores numbers of a row of the tile at `to` one by one.
+    template <int Rows>
+    __device__ __forceinline__ void store(std::uint32_t to, int row, const std::uint32_t (&x)[4]) const {
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const int place = static_cast<int>(pair[k / 2] >> 16 * (k % 2) & 0xffffu);
+            store_half_word(
+                to + octet_offset<Rows>(row, place / 8) + static_cast<std::uint32_t>(place % 8 * 2),
+                static_cast<std::uint16_t>(x[k / 2] >> 16 * (k % 2)));
+        }
+    }
 };
 
 /// Tokens of a sequence that a tile holds, and the pages that they lie in.
@@ -106,136 +117,6 @@ struct blocks_in_memory {
     }
 };
 
-/// Scale and bias of a set of codes as they are stored: loaded early, converted late.
-template <class P, bool HasBias>
-struct stored_pair {
-    std::uint32_t scale = 0, bias = 0;
-    std::uint32_t numbers[3] = {};  // of the group, for 8-bit parameters: scale unit, first bias, bias step
-
-    /// Set `at` of a block's scales and biases; group_numbers: where its group's three numbers are. All in
-    /// bytes.
-    template <class Block>
-    __device__ __forceinline__ void load(const Block& block, std::size_t scales, std::size_t biases, int at,
-                                         int group_numbers) {
-        constexpr int width = parameter_width<P>;
-        const Block own = block.from(static_cast<std::size_t>(at * width));
-        scale = own.template get<width>(static_cast<int>(scales));
-        if constexpr (HasBias) bias = own.template get<width>(static_cast<int>(biases));
-        if constexpr (std::is_same_v<P, byte_params>)
-#pragma unroll
-            for (int i = 0; i < 3; ++i) numbers[i] = block.template get<2>(group_numbers + 2 * i);
-    }
-    __device__ __forceinline__ float2 floats() const {
-        if constexpr (std::is_same_v<P, byte_params>)
-            return {unpack_half<bfloat16, 0>(numbers[0]) * kvq::detail::scale_float::value(scale),
-                    fmaf(unpack_half<bfloat16, 0>(numbers[2]), static_cast<float>(bias),
-                         unpack_half<bfloat16, 0>(numbers[1]))};
-        else if constexpr (sizeof(P) == 2)
-            return {unpack_half<P, 0>(scale), unpack_half<P, 0>(bias)};
-        else
-            return {__uint_as_float(scale), __uint_as_float(bias)};
-    }
-};
-
-/// Parameters of a set of codes of a scheme.
-template <class S>
-struct stored_set : stored_pair<typename word_traits<S>::parameter, word_traits<S>::has_bias> {
-    using traits = word_traits<S>;
-    using P = typename traits::parameter;
-    static constexpr bool exact = std::is_same_v<P, float16>;  // halves already
-    /// Codes are counted from here: biases are then about the middle of a channel's values, and lose less by
-    /// being rounded.
-    static constexpr int centre =
-        traits::zero_code != 0 || exact ? traits::zero_code : 1 << (S::code_bits - 1);
-    /// Scales of tokens scale whole scores, so that their rounding would not average out.
-    static constexpr bool has_low = traits::token_parameters && !exact;
-
-    __device__ __forceinline__ half_parameters halves() const {
-        if constexpr (exact) {
-            return {static_cast<std::uint16_t>(this->scale), static_cast<std::uint16_t>(this->bias), 0};
-        } else {
-            const float2 p = this->floats();
-            const std::uint16_t high = to_half(p.x);
-            return {high,
-                    traits::has_bias ? to_half(fmaf(static_cast<float>(centre), p.x, p.y)) : std::uint16_t{0},
-                    has_low ? to_half(p.x - half_bits_to_float(high)) : std::uint16_t{0}};
-        }
-    }
-};
-/// stored_set, or nothing for 16-bit values.
-struct no_set {
-    using P = void;
-    static constexpr bool has_low = false;
-};
-template <class S>
-struct set_of {
-    using type = stored_set<S>;
-};
-template <class S>
-requires full_precision<S>
-struct set_of<S> {
-    using type = no_set;
-};
-
-/// A word of two 16-bit numbers as halves.
-template <class T>
-__device__ __forceinline__ std::uint32_t as_halves(std::uint32_t w) {
-    if constexpr (std::is_same_v<T, float16>)
-        return w;
-    else
-        return pack_halves<float16>(unpack_half<T, 0>(w), unpack_half<T, 1>(w));
-}
-template <class Stored>
-__device__ __forceinline__ std::uint16_t half_token_scale(std::uint32_t stored) {
-    float scale;
-    if constexpr (std::is_same_v<Stored, byte_params>)
-        scale = kvq::detail::token_scale_float::value(stored);
-    else if constexpr (sizeof(Stored) == 2)
-        scale = unpack_half<Stored, 0>(stored);
-    else
-        scale = __uint_as_float(stored);
-    return to_half(scale);
-}
-__device__ __forceinline__ uint4 four_times(std::uint32_t w) { return {w, w, w, w}; }
-
-/// Parameters of 8 neighbouring columns, as halves.
-struct octet_parameters {
-    uint4 scale, bias, low, token_scale;
-
-    /// Those of a row, which its columns share.
-    __device__ __forceinline__ void set_all(const half_parameters& row) {
-        scale = four_times(twice(row.scale));
-        bias = four_times(twice(row.bias));
-        low = four_times(twice(row.low));
-    }
-};
-/// x^ of 8 columns, whose codes are the bytes of two words.
-template <class S, bool Low, bool TokenScales>
-__device__ __forceinline__ void dequantize_octet(std::uint32_t (&x)[4], std::uint32_t low_quad,
-                                                 std::uint32_t high_quad, const octet_parameters& p) {
-    constexpr std::uint32_t raised = 0xe400e400u + 0x00010001u * stored_set<S>::centre;  // -(1024 + centre)
-    x[0] = __byte_perm(low_quad, 0x64646464u, 0x4140);
-    x[1] = __byte_perm(low_quad, 0x64646464u, 0x4342);
-    x[2] = __byte_perm(high_quad, 0x64646464u, 0x4140);
-    x[3] = __byte_perm(high_quad, 0x64646464u, 0x4342);
-    const std::uint32_t s[4] = {p.scale.x, p.scale.y, p.scale.z, p.scale.w};
-    [[maybe_unused]] const std::uint32_t b[4] = {p.bias.x, p.bias.y, p.bias.z, p.bias.w},
-                                         l[4] = {p.low.x, p.low.y, p.low.z, p.low.w},
-                                         f[4] = {p.token_scale.x, p.token_scale.y, p.token_scale.z,
-                                                 p.token_scale.w};
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        const std::uint32_t code = multiply_add_halves(x[k], 0x3c003c00u, raised);
-        if constexpr (Low)
-            x[k] = multiply_add_halves(code, s[k], multiply_add_halves(code, l[k], b[k]));
-        else if constexpr (word_traits<S>::has_bias)
-            x[k] = multiply_add_halves(code, s[k], b[k]);
-        else
-            x[k] = multiply_halves(code, s[k]);
-        if constexpr (TokenScales) x[k] = multiply_halves(x[k], f[k]);
-    }
-}
-
 /// Bytes of a warp's table: for 32 columns scales, biases, low parts (of keys for up to two pages) and token
 /// scales (of values), 64 bytes each.
 inline constexpr int key_table_bytes = 2 * 192, value_table_bytes = 256;
@@ -258,7 +139,7 @@ struct tile_cells {
 
 /// The words of a warp's cells, on their way from pages to a tile. Stride: rows of the tile in shared memory,
 /// which others may fill the rest of.
-template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride>
+template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride, bool Ordered = false>
 struct cell_batch {
     using S = scheme_of<Role, Pair>;
     using traits = word_traits<S>;
@@ -316,10 +197,16 @@ struct cell_batch {
 
     /// Nothing of a head has to be known before its pages are read.
     struct lane_channel {
-        __device__ __forceinline__ lane_channel(const cache_ref<Pair>&, int, int, int) {}
+        [[no_unique_address]] std::conditional_t<key && Ordered, const std::uint16_t*, no_set> order;
+        __device__ __forceinline__ lane_channel(const cache_ref<Pair>&, int, int, int,
+                                                [[maybe_unused]] const std::uint16_t* places = nullptr) {
+            if constexpr (key && Ordered) order = places;
+        }
     };
     cell_batch() = default;
-    __device__ __forceinline__ explicit cell_batch(const lane_channel&) {}
+    __device__ __forceinline__ explicit cell_batch(const lane_channel& own) : order(own.order) {}
+
+    [[no_unique_address]] decltype(lane_channel::order) order = {};
 
     std::uint32_t word[count][words];
     [[no_unique_address]] std::conditional_t<row_parameters, set_type[count][parts], no_set> of_rows;
@@ -362,7 +249,9 @@ struct cell_batch {
     template <class Source>
     __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int warp, int lane) {
         if (!source.any(tile)) {
+            const auto places = order;
             *this = {};
+            order = places;
             return;
         }
         const int column = cells::column(warp);
@@ -390,7 +279,7 @@ struct cell_batch {
     __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
                                           std::uint32_t table, int warp, int lane) const {
         const int column = cells::column(warp);
-        std::uint32_t existing = 0xffffffffu;
+        std::uint32_t existing = 0xffffffffu;  // columns of values
         if constexpr (!key) existing = source.existing(tile, column);
 #pragma unroll
         for (int set = 0; set < sets; ++set) {
@@ -433,14 +322,45 @@ struct cell_batch {
                 for (int i = 0; i < cells_per_set; ++i) {
                     const int cell = set * cells_per_set + i;
                     if (!cells::exists(warp, cell)) break;
-                    store_octet<octet>((place ^ (octet * 16u)) + static_cast<std::uint32_t>(i * 32 * 128),
-                                       existing, shared[octet % 2], of_row[i], cell);
+                    const std::uint32_t at =
+                        (place ^ (octet * 16u)) + static_cast<std::uint32_t>(i * 32 * 128);
+                    std::uint32_t x[4];
+                    make_octet<octet>(x, shared[octet % 2], of_row[i], cell);
+                    if constexpr (key && Ordered)
+                        if (order != nullptr) {
+                            octet_places::of(order + column + octet * 8)
+                                .template store<Stride>(to, row + i * 32 + lane, x);
+                            continue;
+                        }
+                    store_shared_16(at, {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
+                                         __uint_as_float(x[3])});
                 }
             });
         }
+        if (!key && existing != 0xffffffffu) hide_columns<Stride>(to, existing, column / 8, warp, lane);
     }
 
 private:
+    /// Zeroes values of tokens that do not exist: their weights are 0, but their bytes may be no numbers. A
+    /// pass of its own, because a branch at each octet would take longer than its numbers.
+    template <int Rows>
+    __device__ __forceinline__ static void hide_columns(std::uint32_t to, std::uint32_t existing, int octet,
+                                                        int warp, int lane) {
+#pragma unroll 1
+        for (int n = 0; n < count * 4; ++n) {
+            if (!cells::exists(warp, n / 4)) break;
+            const std::uint32_t at = to + octet_offset<Rows>(cells::row(warp, n / 4) + lane, octet + n % 4);
+            const uint4 v = load_shared_16(at);
+            std::uint32_t x[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+                const std::uint32_t bits = existing >> (n % 4 * 8 + 2 * k);
+                x[k] &= (bits & 1u ? 0xffffu : 0u) | (bits & 2u ? 0xffff0000u : 0u);
+            }
+            store_shared_16(at, {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
+                                 __uint_as_float(x[3])});
+        }
+    }
     template <class Source>
     __device__ __forceinline__ void fetch_words(const Source& source, const tile_tokens& tile, int row,
                                                 int column, int lane, int i) {
@@ -515,12 +435,10 @@ private:
         }
     }
     template <int Octet>
-    __device__ __forceinline__ void store_octet(std::uint32_t to, std::uint32_t existing,
-                                                const octet_parameters& shared,
-                                                [[maybe_unused]] const half_parameters (&of_row)[parts],
-                                                int i) const {
+    __device__ __forceinline__ void make_octet(std::uint32_t (&x)[4], const octet_parameters& shared,
+                                               [[maybe_unused]] const half_parameters (&of_row)[parts],
+                                               int i) const {
         constexpr int part = Octet * 8 / page_columns;
-        std::uint32_t x[4];
         if constexpr (full) {
             constexpr int first = part * part_words + Octet * 4 % part_words;
 #pragma unroll
@@ -535,14 +453,6 @@ private:
             dequantize_octet<S, has_low, token_scales || row_token_scales>(x, quad<part, first_quad>(i),
                                                                            quad<part, first_quad + 1>(i), p);
         }
-        if (!key &&
-            existing != 0xffffffffu)  // weights of other tokens are 0, but their bytes may be no numbers
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
-                x[k] &= (existing >> (Octet * 8 + 2 * k) & 1u ? 0xffffu : 0u) |
-                        (existing >> (Octet * 8 + 2 * k + 1) & 1u ? 0xffff0000u : 0u);
-        store_shared_16(
-            to, {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
     }
     /// The first of a part's words of a plane.
     KVQ_HD static constexpr int local_line(int plane) {

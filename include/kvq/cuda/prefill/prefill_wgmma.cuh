@@ -35,8 +35,8 @@ struct tile_producer {
     static constexpr bool key = Role == tensor::key, wide = shape::wide;
     static constexpr int tile = shape::tile, half_tile = shape::half_tile, role_warps = shape::role_warps;
     template <class Pair>
-    using own_cells =
-        cells_of<Role, Pair, key ? half_tile : Dim, key ? Dim : half_tile, role_warps, key ? tile : Dim>;
+    using own_cells = cells_of<Role, Pair, key ? half_tile : Dim, key ? Dim : half_tile, role_warps,
+                               key ? tile : Dim, has_widths<Args>>;
     static constexpr int stages = shape::stages, units = shape::units, passes = shape::passes;
     /// How far behind a warp's first strip of a tile is that of a pass over a unit?
     KVQ_HD static constexpr int strips_behind(int unit, int pass) {
@@ -83,7 +83,8 @@ struct tile_producer {
                 copy_new_tile<Role, key ? half_tile : Dim, key ? Dim : half_tile, role_warps,
                               key ? tile : Dim>(all, block.kv_head,
                                                 block.start + first + place.rank * half_tile,
-                                                count - place.rank * half_tile, own_half(s), warp, lane);
+                                                count - place.rank * half_tile, own_half(s), warp, lane,
+                                                has_widths<Args> ? block.order : nullptr);
             }
             share(s);
         }
@@ -96,7 +97,8 @@ private:
         using pair = typename Part::pair_type;
         using blocks = blocks_in_slot<Role, pair>;
         const bool leads = warp == 0;
-        const typename own_cells<pair>::lane_channel channel(part.cache, block.kv_head, warp, lane);
+        const typename own_cells<pair>::lane_channel channel(part.cache, block.kv_head, warp, lane,
+                                                             has_widths<Args> ? block.order : nullptr);
         const auto page_at = [&](int first) {
             return leads || !blocks::fit ? page_of_lane(part, block.sequence, first, range.end, tile, lane)
                                          : -1;
@@ -108,13 +110,17 @@ private:
             const int page_behind = page_at(first + 2 * tile);
             if (leads && first + tile < range.end) ask(part.cache, next_page, read + 1);
             const int count = kvq::detail::smaller(tile, range.end - first);
-            const wgmma_stage s = next_stage();
-            if (key && leads)
-                note_tile(s, part.cache.first_token + first, count, __ballot_sync(0xffffffffu, page >= 0),
-                          sinks);
             own_cells<pair> cells(channel);
-            dequantize(cells, part.cache, first, count - place.rank * half_tile, page, s);
-            share(s);
+            with_half(part.cache, first, count - place.rank * half_tile, page,
+                      [&](const auto& source, const tile_tokens& half) {
+                          cells.fetch(source, half, warp, lane);
+                          const wgmma_stage s = next_stage();
+                          if (key && leads)
+                              note_tile(s, part.cache.first_token + first, count,
+                                        __ballot_sync(0xffffffffu, page >= 0), sinks);
+                          cells.store(source, own_half(s), half, table(), warp, lane);
+                          share(s);
+                      });
             page = next_page;
             next_page = page_behind;
         }
@@ -262,30 +268,24 @@ private:
                           cache.template block<Role>(own, block.kv_head), blocks::block_bytes, barrier);
         }
     }
-    template <class Cells, class Pair>
-    __device__ __forceinline__ void dequantize(Cells& cells, const cache_ref<Pair>& cache, int first,
-                                               int count, int page, const wgmma_stage& s) {
+    /// Calls f(source, half) for this block's half of a tile, once its words can be read.
+    template <class Pair, class F>
+    __device__ __forceinline__ void with_half(const cache_ref<Pair>& cache, int first, int count, int page,
+                                              F&& f) {
         using blocks = blocks_in_slot<Role, Pair>;
         if constexpr (blocks::fit) {
             barrier_wait(slot_barrier(read), static_cast<std::uint32_t>(read / block_slots) & 1u);
-            // Tokens are counted from the slot's first one.
-            dequantize_from(cells, blocks{slot(read)},
-                            {blocks::page_tokens == tile ? place.rank * half_tile : 0, count, 0, 0}, s);
+            const blocks source{slot(read)};
             ++read;
+            // Tokens are counted from the slot's first one.
+            f(source, tile_tokens{blocks::page_tokens == tile ? place.rank * half_tile : 0, count, 0, 0});
         } else {
             const int own_page =
                 __shfl_sync(0xffffffffu, page, lane + place.rank * (half_tile / slice_tokens));
-            dequantize_from(cells, blocks_in_memory<Role, Pair>{&cache, block.kv_head},
-                            tile_tokens::of(first + place.rank * half_tile, count,
-                                            lane < half_tile / slice_tokens ? own_page : -1),
-                            s);
+            f(blocks_in_memory<Role, Pair>{&cache, block.kv_head},
+              tile_tokens::of(first + place.rank * half_tile, count,
+                              lane < half_tile / slice_tokens ? own_page : -1));
         }
-    }
-    template <class Cells, class Source>
-    __device__ __forceinline__ void dequantize_from(Cells& cells, const Source& source,
-                                                    const tile_tokens& half, const wgmma_stage& s) {
-        cells.fetch(source, half, warp, lane);
-        cells.store(source, own_half(s), half, table(), warp, lane);
     }
     /// This half is there: the other block of the cluster gets a copy, and this one waits for the other half.
     __device__ __forceinline__ void share(const wgmma_stage& s) const {
@@ -321,9 +321,10 @@ __global__ void __launch_bounds__((warpgroup_threads<wgmma_shape<Dim>::threads>)
     extern __shared__ __align__(1024) std::byte swizzled_memory[];
     std::byte* const shared = swizzled_memory;
     const wgmma_place place{shared_address(shared), cluster_rank()};
-    const prefill_block block(a, shape::cluster_rows, static_cast<int>(blockIdx.x) / shape::cluster,
-                              static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
+    prefill_block block(a, shape::cluster_rows, static_cast<int>(blockIdx.x) / shape::cluster,
+                        static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
     if (block.empty()) return;
+    find_order(a, block);
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
     // By a shuffle, what depends on the warp is known to be the same for all lanes.
     const int warp = shape::wide ? __shfl_sync(0xffffffffu, thread / 32, 0) : thread / 32;
