@@ -76,7 +76,7 @@ machine_row measure(const scheme_choice& scheme, const machine_settings& setting
         {.layers = settings.layers, .kv_heads = settings.kv_heads, .head_dim = settings.head_dim},
         options_of(scheme));
     const kvq::attention_use use{.q_heads = settings.heads, .threads = settings.threads, .chunk = chunk};
-    row.longest = kvq::longest_context(model, static_cast<std::size_t>(settings.memory), 1, use);
+    row.longest = std::max(0, kvq::longest_context(model, static_cast<std::size_t>(settings.memory), 1, use));
     return row;
 }
 

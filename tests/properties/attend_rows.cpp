@@ -179,6 +179,19 @@ TEST_CASE("rows in the memory of other systems: refusals, and masks") {
     CHECK_THROWS_WITH_AS(attend({table.data(), 3, 16, 3}),
                          "kvq: values are mxfp8, whose scales lie beside the rows, but scales is null",
                          std::invalid_argument);
+    v.view.scales = v.data.data();
+    for (std::ptrdiff_t* const stride : {&v.view.scale_token_stride, &v.view.scale_block_stride}) {
+        v.view.scale_token_stride = v.view.scale_block_stride = 1;
+        *stride = 0;
+        CHECK_THROWS_AS(attend({table.data(), 3, 16, 3}), std::invalid_argument);
+    }
+    v.view.scale_block_stride = 16;
+    v.view.scale_token_stride = 1;
+    v.view.rows = kvq::make_format<kvq::simd<>>(kvq::token_rows(q8_0));
+    CHECK_THROWS_WITH_AS(attend({table.data(), 3, 16, 3}),
+                         "kvq: values are q8_0, which has no scales beside the rows, but scales are given",
+                         std::invalid_argument);
+    v.view.scales = nullptr;
     v.view.rows = kvq::make_format<kvq::int8>();
     CHECK_THROWS_AS(attend({table.data(), 3, 16, 3}), std::invalid_argument);
 }

@@ -18,10 +18,12 @@ class KvqSerde:
         self._caches = {}
 
     def _cache(self, layers):
-        # Chunks are read as a whole: nothing stays in 16 bit but tokens behind the last whole page.
+        # Chunks are read as a whole: nothing stays in 16 bit but tokens behind the last whole page. Keys of low2, low3 and mix4
+        # have a plan of the first page.
         if layers not in self._caches:
             self._caches[layers] = kvq.Cache(
-                layers, self.kv_heads, self.dim, *self.formats, page_tokens=128, sinks=0, recent=0, rollback=0)
+                layers, self.kv_heads, self.dim, *self.formats, page_tokens=128, sinks=0, recent=0, rollback=0,
+                statistics_tokens=128)
         return self._caches[layers]
 
     def to_bytes(self, tensor):

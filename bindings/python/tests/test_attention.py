@@ -70,8 +70,14 @@ class OtherMemory(Base):
             kvq.Rows("q8_0", memory[0][0], tensor_scale=0.5)
         with self.assertRaisesRegex(kvq.ArgumentError, "std4 is no format of rows"):
             kvq.Rows("std4", memory[0][0])
-        with self.assertRaisesRegex(kvq.ArgumentError, "but 32 channels take 33"):
+        with self.assertRaisesRegex(kvq.ArgumentError, "but 32 channels take 32 and 1$"):
             kvq.attend_rows(*sides, self.tensor(1, Q, 32), tokens=tokens)
+        few = kvq.Rows("nvfp4", memory[0][0][..., :36], scales=memory[0][0][..., :4])
+        with self.assertRaisesRegex(kvq.ArgumentError, "have 36 bytes and 4 of scales .* 64 channels take 32 and 4"):
+            kvq.attend_rows(few, few, q, tokens=tokens)
+        with self.assertRaisesRegex(kvq.ArgumentError, "fp8, which has no scales beside the rows"):
+            of = kvq.Rows("fp8", memory[0][0], scales=memory[0][0][..., :0])
+            kvq.attend_rows(of, of, q, tokens=tokens)
         with self.assertRaisesRegex(kvq.ArgumentError, "block 0 of the table is 12, but the memory has 12 blocks"):
             kvq.attend_rows(*sides, q, tokens=16, block_table=[12])
 
@@ -126,6 +132,10 @@ class Dropped(Base):
         self.assertAlmostEqual(float(scores[0, 9]), float(want), delta=1e-3)
         self.assertEqual(press.retain(s, 0, scores, 100, recent=10), 100)
         self.assertEqual(press.retain(s, 0, press.knorm(s, 0, k), 0.5, recent=10), 50)
+        self.assertEqual(press.retain(s, 0, press.knorm(s, 0, k), np.int64(40)), 40)
+        for refused in (lambda: press.retain(s, 0, scores, 1.5), lambda: press.retain(s, 0, scores, float("nan")),
+                        lambda: press.best(s, 0, scores, 20, -1), lambda: press.snapkv(s, 0, q, width=0)):
+            self.assertRaises(kvq.ArgumentError, refused)
         self.assertEqual(press.pyramid(3, 100), [150, 100, 50])
 
 
@@ -223,7 +233,7 @@ class Attend(Base):
         """Over what the pages hold: dequantized keys and values."""
         for keys, values in (("std4", None), ("kivi-4-g32", "int8"), ("affine-3-g16", "affine-2-g32"), ("low3", None)):
             with self.subTest(keys=keys):
-                s, k, v = self.filled(200, keys, values, sinks=2, recent=8)
+                s, k, v = self.filled(200, keys, values, sinks=2, recent=8, statistics_tokens=64)
                 held_k = s.dequantize(0, "key", np.empty_like(k))
                 held_v = s.dequantize(0, "value", np.empty_like(v))
                 self.assertGreater(np.abs(held_k - k).max(), 1e-3)

@@ -211,8 +211,11 @@ struct rows_attention {
         const auto check_view = [&](const rows_view& of, const char* name, tensor role, std::byte* plan) {
             const format_functions& f = of.rows.functions();
             f.make_plan(of.rows.scheme(), shape_of(role), {}, rows_of_task(), plan);
-            expect(of.scales != nullptr || shape.tokens == 0 || !f.of_places.has_scales(plan), name, " are ",
-                   of.rows.asked_name(), ", whose scales lie beside the rows, but scales is null");
+            const bool beside = f.of_places.has_scales(plan);
+            expect(of.scales != nullptr || shape.tokens == 0 || !beside, name, " are ", of.rows.asked_name(),
+                   ", whose scales lie beside the rows, but scales is null");
+            expect(of.scales == nullptr || beside, name, " are ", of.rows.asked_name(),
+                   ", which has no scales beside the rows, but scales are given");
         };
         check_view(keys, "keys", tensor::key, s.key_plan);
         check_view(values, "values", tensor::value, s.value_plan);
@@ -234,6 +237,11 @@ struct rows_attention {
                        (of.block_stride != 0 || !blocks.table || used_blocks() <= 1),
                    name, " of ", shape.tokens, " tokens have strides of ", of.token_stride,
                    " bytes from one to the next and ", of.block_stride, " from block to block");
+            expect(!of.scales || ((of.scale_token_stride != 0 || together <= 1) &&
+                                  (of.scale_block_stride != 0 || !blocks.table || used_blocks() <= 1)),
+                   "scales of ", name, " of ", shape.tokens, " tokens have strides of ",
+                   of.scale_token_stride, " bytes from one to the next and ", of.scale_block_stride,
+                   " from block to block");
         };
         expect(shape.tokens >= 0 && shape.kv_heads >= 1 && shape.head_dim >= 1 && value_dim >= 1, "rows of ",
                shape.tokens, " tokens, ", shape.kv_heads, " kv heads, ", shape.head_dim, " and ", value_dim,

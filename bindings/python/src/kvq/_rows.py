@@ -51,16 +51,18 @@ class Rows:
             elif x.shape[3] > 1 and strides[3] != 1:
                 raise ArgumentError(f"kvq: data has strides {list(strides)}; the bytes of a row must be contiguous")
         self.blocks, self.block_tokens, self.kv_heads = data.shape[0], data.shape[tokens], data.shape[heads]
-        self.row_bytes = data.shape[3] + (0 if scales is None else scales.shape[3])
+        self._row = (data.shape[3], 0 if scales is None else scales.shape[3])
 
     def _expect_channels(self, dim: int, name: str) -> None:
         tokens = 16  # a page of so many rows has no padding
         shape, page = _abi.kvq_page_shape(role=_abi.KEY, tokens=tokens, heads=1, dim=dim), ctypes.c_size_t()
         library.kvq_format_page_bytes(self._format, ctypes.byref(shape), ctypes.byref(page), None)
-        if page.value != tokens * self.row_bytes:
-            raise ArgumentError(
-                f"kvq: {name} have {self.row_bytes} bytes a token and head, scales included, but {dim} channels take "
-                f"{page.value // tokens}")
+        row = page.value // tokens
+        # Where scales lie beside them, numbers have 4 or 8 bits, and scales less than 4 a channel.
+        beside = row - 2 * row // dim * dim // 2 if self._c.scales else 0
+        if self._row != (row - beside, beside):
+            raise ArgumentError(f"kvq: {name} have {self._row[0]} bytes and {self._row[1]} of scales a token and head, but {dim} "
+                                f"channels take {row - beside} and {beside}")
 
 
 def attend_rows(keys: Rows, values: Rows, q: Tensor, *, tokens: int, block_table: Optional[Iterable[int]] = None,

@@ -11,6 +11,7 @@ better. numpy or torch tensors.
 """
 from __future__ import annotations
 
+import operator
 from typing import Any, List, Optional, Union
 
 from ._attention import Mods, Threads
@@ -25,6 +26,8 @@ def best(sequence: Sequence, layer: int, scores: Tensor, count: int, recent: int
     tokens, heads = sequence.tokens(layer), sequence.cache.layers[layer].kv_heads
     if tuple(scores.shape) != (heads, tokens):
         raise ArgumentError(f"kvq: layer {layer} has {heads} kv heads of {tokens} tokens, and scores are {list(scores.shape)}")
+    if recent < 0:
+        raise ArgumentError(f"kvq: recent is {recent}, a negative number of tokens")
     sinks, first = sequence.gap(layer)
     last = max(first, tokens - recent)
     chosen = count - sinks - (tokens - last)
@@ -47,7 +50,12 @@ def retain(sequence: Sequence, layer: int, scores: Tensor, keep: Union[int, floa
     """Keeps the best tokens of a layer: so many, or (a float) such a share of those that it holds. Returns how many."""
     sinks, first = sequence.gap(layer)
     held = sinks + sequence.tokens(layer) - first
-    count = keep if isinstance(keep, int) else max(round(keep * held), min(held, sinks + max(recent, 1)))
+    if hasattr(keep, "__index__"):  # of numpy and torch, too
+        count = operator.index(keep)
+    elif 0 < keep <= 1:
+        count = max(round(keep * held), min(held, sinks + max(recent, 1)))
+    else:
+        raise ArgumentError(f"kvq: keep is {keep}, neither a number of tokens nor a share above 0 and up to 1")
     sequence.retain(layer, best(sequence, layer, scores, count, recent))
     return count
 
@@ -56,6 +64,8 @@ def snapkv(sequence: Sequence, layer: int, q: Tensor, *, width: int = 5, mods: O
            threads: Optional[Threads] = None) -> Tensor:
     """Scores by the attention of the last queries, averaged over `width` neighbouring tokens (SnapKV, arXiv 2404.14469). Keep the tokens
     of the queries: recent=len(q). With all queries and width 1: H2O (arXiv 2306.14048)."""
+    if width < 1:
+        raise ArgumentError(f"kvq: width is {width}, of at least 1 token")
     mass = sequence.attention_mass(layer, q, mods=mods, threads=threads)
     if width == 1:
         return mass
