@@ -1,5 +1,6 @@
 // Sequences of the C interface.
 #include <kvq/cache/rearrange.hpp>
+#include <kvq/cache/retain.hpp>
 
 #include "mods.hpp"
 #include "objects.hpp"

@@ -100,12 +100,13 @@ struct backend_table {
 template <class Backend, kv_scheme Scheme>
 struct scheme_record;
 
-/// Schemes whose channels get widths by a plan of keys.
+/// Schemes whose channels get widths by a plan of keys. A plan of keys in front of a transform, or of a derived
+/// scheme that does something else with them, would be wrong.
 template <class Scheme>
 concept takes_plans = requires(const calibration& statistics) {
     Scheme::plan_of_keys(statistics);
 }
-&&!requires { typename Scheme::inner_scheme; };  // statistics are of keys in front of a transform
+&&std::same_as<typename Scheme::attends_as, Scheme> && !requires { typename Scheme::inner_scheme; };
 
 template <class Backend, class Scheme>
 struct plan_table {

@@ -175,14 +175,15 @@ __device__ __forceinline__ token_range tokens_of(const Args& a, const Part& part
     return {from, end};
 }
 
-/// The order in which a block has channels: that of the first keys of several widths that its rows see, whose
-/// codes of a width lie together.
+/// The order in which a block has channels: that of the first keys of several widths that the sequence holds,
+/// whose codes of a width lie together. Not of those that the rows see: bits of a row do not depend on the
+/// rows beside it.
 template <class Args>
 __device__ __forceinline__ void find_order(const Args& a, prefill_block& block) {
     if constexpr (has_widths<Args>)
         each_part(a, [&]<class Part>(const Part& part) {
             if constexpr (codec<typename Part::pair_type::keys>.several_widths()) {
-                const token_range range = tokens_of(a, part, block, slice_tokens);
+                const token_range range = held_tokens(part, block.sequence, block.history, a.recent);
                 if (block.order == nullptr && range.first < range.end)
                     block.order = part.cache.key_plan(block.kv_head);
             }
