@@ -245,6 +245,43 @@ TEST_CASE("append and attend after reserve() take no memory either") {
     }
 }
 
+TEST_CASE(
+    "pages of keys that get or do not get the plan of their sequence take no memory in a reserved step") {
+    test::generator random(test::seed());
+    for (const int page_tokens : {32, 64}) {
+        test::counting_resource memory;
+        const kvq::cache_shape shape{1, 2, 32};
+        kvq::cache cache(shape, {.keys = {test::made<test::usual>(kvq::low2::keys{})},
+                                 .values = {test::made<test::usual>(kvq::low2::values{})},
+                                 .recent = 8,
+                                 .page_tokens = page_tokens,
+                                 .statistics = kvq::key_statistics::own,
+                                 .statistics_tokens = 64,
+                                 .memory = &memory});
+        test::stream s(random, shape, 512);
+        for (int t = 0; t < 512;
+             ++t)  // channels that are large in the first half of the text, and in the second
+            for (int c = t < 256 ? 0 : 1; c < 32; c += 4)
+                for (int h = 0; h < 2; ++h) s.k.view().at(t, h)[c] *= 16.0f;
+        kvq::sequence sequence = cache.new_sequence();
+        append(sequence, 1, s, 0, 64);
+        kvq::workspace space(&memory);
+        for (int at = 64; at < 512; at += 28) {
+            const kvq::step_request one{&sequence, 28};
+            cache.reserve(std::span(&one, 1), 2, 1, space);
+            const no_memory none(memory);
+            sequence.append(0, s.k.slice(at, 28), s.v.slice(at, 28));
+        }
+        int planned = 0, even = 0;
+        for (int e = 0; e < sequence.pages(0).entries(); ++e) {
+            const kvq::page& keys = *sequence.pages(0).at(e).keys;
+            if (keys.format != 0) ++(keys.plan ? planned : even);
+        }
+        CHECK(planned > 0);
+        CHECK(even > 0);
+    }
+}
+
 TEST_CASE("a ring reserves its steps") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

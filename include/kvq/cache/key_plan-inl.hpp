@@ -2,11 +2,12 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "../core/float_environment.hpp"
+#include "../core/float_formats.hpp"
 #include "../core/resource_vector.hpp"
 #include "../quant/calibration.hpp"
+#include "../schemes/full.hpp"
 #include "key_plan.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON { namespace detail {
@@ -73,23 +74,49 @@ KVQ_FUNC format plan_for(cache& of, const page_table& table, int layer, int inde
     return plan_of_keys(of, table, layer, index);
 }
 
-KVQ_FUNC void choose_plan(const cache& of, int layer, const page& from, const format& plan, page& to) {
-    const cache_shape& shape = of.shape(layer);
-    resource_vector<float> values(of.pool().memory());
-    const calibration sums = statistics_of(shape, keys_of(of, layer, from, values));
-    if (sums.keys(0, 0) > 0.0) {
-        std::vector<double> importance(static_cast<std::size_t>(shape.head_dim));
-        double error = 0.0;
-        for (int h = 0; h < shape.kv_heads; ++h) {
-            for (int c = 0; c < shape.head_dim; ++c)
-                importance[static_cast<std::size_t>(c)] =
-                    rounded_product(sums.key_power(0, h, c), sums.key_variance(0, h, c));
-            error += plan.functions().plans->relative_error(
-                plan.scheme(), {tensor::key, from.tokens, shape.head_dim}, {layer, h}, importance.data());
-        }
-        if (error > shape.kv_heads) return;
+/// The keys of a head of a 16-bit page.
+template <class Window>
+struct window_keys {
+    block_shape block;
+    const std::byte* data;
+
+    /// As calibration has it: mean square times mean variance.
+    double importance(int channel) const {
+        const value_layout<Window> layout(block);
+        double variances = 0.0, squares = 0.0, tokens = 0.0;
+        calibration::for_each_group(block.tokens, [&](int first, int n) {
+            const auto key = [&](int t) {
+                const std::size_t at = full<Window>::element(layout, block, first + t, channel);
+                return static_cast<float>(load_as<Window>(data + sizeof(Window) * at));
+            };
+            add_channel(n, key, variances, squares);
+            tokens += n;
+        });
+        return rounded_product(squares / tokens, variances / tokens);
     }
-    to.plan = plan;
+};
+
+KVQ_FUNC void choose_plan(const cache& of, int layer, const page& from, const format& plan, page& to) {
+    const int heads = of.shape(layer).kv_heads;
+    const block_shape block{tensor::key, from.tokens, of.shape(layer).head_dim};
+    int groups = 0;
+    calibration::for_each_group(from.tokens, [&](int, int) { ++groups; });
+    double error = 0.0;
+    const default_arithmetic arithmetic;
+    if (from.format == 0 && groups > 0)
+        visit_float_type(of.table(tensor::key).window_type(), [&]<class Window>(Window) {
+            const std::size_t bytes = full<Window>{}.block_bytes(block);
+            for (int h = 0; h < heads; ++h) {
+                const window_keys<Window> keys{block, from.data() + bytes * static_cast<std::size_t>(h)};
+                const channel_importance importance{
+                    [](const void* k, int c) {
+                        return static_cast<const window_keys<Window>*>(k)->importance(c);
+                    },
+                    &keys};
+                error += plan.functions().plans->relative_error(plan.scheme(), block, {layer, h}, importance);
+            }
+        });
+    if (!(error > heads)) to.plan = plan;
 }
 
 }}}  // namespace kvq::detail

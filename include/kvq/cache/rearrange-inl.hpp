@@ -67,8 +67,7 @@ private:
 
     /// Commits the spans before `end`.
     void commit(int end, float* scratch) {
-        if (table_.committed < end && !table_.plan)
-            table_.plan = plan_of_keys(cache_, table_, layer_, table_.targets[0]);
+        if (!table_.plan) table_.plan = plan_of_keys(cache_, table_, layer_, table_.targets[0]);
         for (int& i = table_.committed; i < end; ++i) {
             page_span& s = table_[i];
             for (const tensor tensor_of : cache_.tensors(layer_)) {

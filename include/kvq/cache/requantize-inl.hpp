@@ -150,7 +150,7 @@ private:
                     int& target = table_of(*s, layer).targets[static_cast<int>(role)];
                     if (wanted(role) < 0 || wanted(role) == target) continue;
                     target = wanted(role);
-                    if (role == tensor::key) table_of(*s, layer).plan = {};
+                    if (role == tensor::key) table_of(*s, layer).find_plan(cache_->geometry(layer));
                 }
     }
 
@@ -205,7 +205,7 @@ private:
                 j.fresh =
                     cache_->pool().allocate(bytes, j.format, held.tokens,
                                             cache_->lower_bytes(j.role, j.layer, j.format, held.tokens));
-            if (!dry_ && j.plan) j.fresh->plan = j.plan;
+            if (!dry_ && j.plan) choose_plan(*cache_, j.layer, held, j.plan, *j.fresh);
             added += page_pool::allocation(bytes);
         }
         report_.bytes_after += added;

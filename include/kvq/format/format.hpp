@@ -106,6 +106,14 @@ struct plane_functions {
     void (*read)(const void* scheme, const block_shape&, block_id, const std::byte* block, float* values);
 };
 
+/// of(keys, channel): a caller's function of the keys of a head.
+struct channel_importance {
+    double (*of)(const void* keys, int channel);
+    const void* keys;
+
+    double operator[](int channel) const { return of(keys, channel); }
+};
+
 /// Plans of channel widths, which a format of keys may get once keys are known (schemes/scheme_codes.hpp).
 /// Such a plan is of one layer and serves every layer: a page holds its format (page/page.hpp).
 struct plan_functions {
@@ -116,8 +124,8 @@ struct plan_functions {
     std::size_t (*write_text)(const void* scheme, char* to);
     format (*from_text)(const format& of, const char* text, std::size_t letters);
     /// The error that the plan expects of a head whose channels have these importances, as a part of that of
-    /// even widths.
-    double (*relative_error)(const void* scheme, const block_shape&, block_id, const double* importance);
+    /// even widths. Each channel is asked for twice.
+    double (*relative_error)(const void* scheme, const block_shape&, block_id, const channel_importance&);
 };
 
 /// The functions of one scheme on one backend. `scheme` is the state of the format. Shapes, ids and blocks:

@@ -130,7 +130,7 @@ struct plan_table {
         return {};
     }
     static double relative_error(const void* scheme, const block_shape& shape, block_id id,
-                                 const double* importance) {
+                                 const channel_importance& importance) {
         if constexpr (takes_plans<Scheme>) return of(scheme).relative_error(shape, id, importance);
         return 1.0;
     }

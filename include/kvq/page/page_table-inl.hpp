@@ -320,15 +320,18 @@ KVQ_FUNC bool page_table::shows_plan() const noexcept {
     return planned && planned->plan.is(plan);
 }
 
+KVQ_FUNC void page_table::find_plan(const page_geometry& g) noexcept {
+    const page* const planned = tokens >= g.commits_from ? last_planned() : nullptr;
+    plan = planned ? planned->plan : format{};
+}
+
 KVQ_FUNC void page_table::restored(int committed_spans, const page_geometry& g, int rollback, bool says_all) {
     tokens = size() == 0 ? 0 : spans.back().end();
     committed = committed_spans;
     freed = freed_spans(front(), g);
     dropped = g.window || front() == 0 ? 0 : tokens;
     drop_copies(g, rollback);
-    // Later keys have the plan of the last ones.
-    const page* const planned = tokens >= g.commits_from ? last_planned() : nullptr;
-    plan = planned ? planned->plan : format{};
+    find_plan(g);
     find_rearranged();
     if (!rearranged || says_all) return;
     std::vector<page_use> uses;

@@ -223,6 +223,8 @@ struct page_table {
         restore(larger(still_committed(size(), tokens, g), quantized), g);
         copies_from = committed;
     }
+    /// Keys to come have the plan of the last page of keys in their format that has one.
+    void find_plan(const page_geometry& g) noexcept;
     /// Does the last page of keys that has a plan have this one?
     bool shows_plan() const noexcept;
     /// After its spans have come from elsewhere, of which the first `committed_spans` are committed.

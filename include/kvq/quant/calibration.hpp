@@ -27,9 +27,37 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
+namespace detail {
+
+/// Adds the variance and the mean square of a channel's n keys of a group, times n. key(t): a float.
+template <class Key>
+void add_channel(int n, Key&& key, double& variances, double& squares) {
+    double sum = 0.0, sum_squares = 0.0;
+    int finite = 0;
+    for (int t = 0; t < n; ++t) {
+        const float x = key(t);
+        if (!is_finite(x)) continue;
+        sum += static_cast<double>(x);
+        sum_squares += static_cast<double>(x) * static_cast<double>(x);
+        ++finite;
+    }
+    if (finite == 0) return;
+    const double variance = larger(0.0, sum_squares - rounded_product(sum, sum / finite)) / finite;
+    variances += rounded_product(variance, static_cast<double>(n));
+    squares += rounded_product(sum_squares / finite, static_cast<double>(n));
+}
+
+}  // namespace detail
+
 class calibration {
 public:
     static constexpr int group = 64;
+    /// Calls f(first, n) for every group of so many consecutive tokens that counts.
+    template <class F>
+    static void for_each_group(int tokens, F&& f) {
+        for (int first = 0; tokens - first >= 16; first += group)
+            f(first, detail::smaller(group, tokens - first));
+    }
 
     calibration() = default;
     /// products: also sum E[q q^T] (head_dim^2 doubles per layer and kv head).
@@ -40,28 +68,16 @@ public:
     template <class T>
     void add_keys(int layer, const token_view<T>& k) {
         check(layer, k.heads == shape_.kv_heads && k.dim == shape_.head_dim, k, "k");
-        for (int first = 0; k.tokens - first >= 16; first += group)
+        for_each_group(k.tokens, [&](int first, int n) {
             for (int h = 0; h < shape_.kv_heads; ++h) {
-                const int n = detail::smaller(group, k.tokens - first);
                 for (int c = 0; c < shape_.head_dim; ++c) {
-                    double sum = 0.0, squares = 0.0;
-                    int finite = 0;
-                    for (int t = first; t < first + n; ++t) {
-                        const auto x = static_cast<double>(static_cast<float>(k.at(t, h)[c]));
-                        if (!detail::is_finite(static_cast<float>(x))) continue;
-                        sum += x;
-                        squares += x * x;
-                        ++finite;
-                    }
-                    if (finite == 0) continue;
                     const std::size_t at = block(layer, h) * channels() + static_cast<std::size_t>(c);
-                    const double variance =
-                        detail::larger(0.0, squares - detail::rounded_product(sum, sum / finite)) / finite;
-                    keys_[at] += detail::rounded_product(variance, static_cast<double>(n));
-                    key_squares_[at] += detail::rounded_product(squares / finite, static_cast<double>(n));
+                    const auto key = [&](int t) { return static_cast<float>(k.at(first + t, h)[c]); };
+                    detail::add_channel(n, key, keys_[at], key_squares_[at]);
                 }
                 key_tokens_[block(layer, h)] += n;
             }
+        });
     }
     /// Adds queries, [n][q_heads][head_dim]; q_heads is a multiple of kv_heads.
     template <class T>

@@ -191,8 +191,9 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
         return plan;
     }
     /// The error that the plan expects of a head whose channels have these importances, as a part of that of
-    /// even widths; 1 where nothing is to lose.
-    double relative_error(const block_shape& s, block_id id, const double* importance) const {
+    /// even widths; 1 where nothing is to lose. importance[channel]: a double.
+    template <class Importance>
+    double relative_error(const block_shape& s, block_id id, const Importance& importance) const {
         const channel_allocation* const a = allocation(s, id);
         if (!a) return 1.0;
         double planned = 0.0, even = 0.0;
@@ -201,9 +202,9 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
         for (std::size_t w = 0; w < a->quads.size(); ++w) {
             const double noise = width_noise(width_list::values[w]);
             for (int i = 0; i < 4 * a->quads[w] && place < a->order.size(); ++i)
-                planned += rounded_product(noise, importance[a->order[place++]]);
+                planned += rounded_product(noise, importance[static_cast<int>(a->order[place++])]);
             for (int i = 0; i < 4 * quads.of[w] && even_place < a->order.size(); ++i)
-                even += rounded_product(noise, importance[even_place++]);
+                even += rounded_product(noise, importance[static_cast<int>(even_place++)]);
         }
         return even > 0.0 ? planned / even : 1.0;
     }
