@@ -25,8 +25,8 @@ format plan_of_keys(cache& of, const page_table& table, int layer, int index);
 /// The plan that pages of format `index` of a table get: the one that it has, or plan_of_keys().
 format plan_for(cache& of, const page_table& table, int layer, int index);
 
-/// Gives the page the plan, unless its keys, where `from` is a 16-bit page, expect less error from even widths.
-/// O(values), takes no memory
+/// Gives the page the plan, unless its keys, where `from` is a 16-bit page, expect less error from even
+/// widths. O(values), takes no memory
 void choose_plan(const cache& of, int layer, const page& from, const format& plan, page& to);
 
 }}}  // namespace kvq::detail
