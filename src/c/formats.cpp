@@ -35,14 +35,15 @@ const format& values_format(float_type type) {
     return of[static_cast<std::size_t>(type)];
 }
 
-/// A page in memory of the caller, checked.
+/// A page in memory of the caller, checked. has_bytes: it is read or written, not only described.
 struct caller_page {
     const format& f;
     block_shape block;
     int heads, layer, first_head;
     std::size_t block_bytes;
 
-    caller_page(const kvq_format* handle, const kvq_page_shape* given) : f(get(handle, "format").format) {
+    caller_page(const kvq_format* handle, const kvq_page_shape* given, bool has_bytes = true)
+        : f(get(handle, "format").format) {
         const kvq_page_shape& s = place(given, "shape");
         const tensor role = role_of(s.role);
         expect(s.tokens >= 1 && s.tokens <= 65536, KVQ_ERROR_ARGUMENT, "a page has 1 to 65536 tokens, not ",
@@ -51,7 +52,7 @@ struct caller_page {
                "layer ", s.layer, " and first_head ", s.first_head, " of a page");
         expect(f.supports(role), KVQ_ERROR_ARGUMENT, format_text(f), " holds ",
                role == tensor::key ? "values" : "keys", " only");
-        expect(!f.functions().upper, KVQ_ERROR_ARGUMENT, format_text(f),
+        expect(!has_bytes || !f.functions().upper, KVQ_ERROR_ARGUMENT, format_text(f),
                " has two planes, pages in memory of the caller have one");
         expect(s.heads >= 1, KVQ_ERROR_ARGUMENT, "a page has at least 1 head, got ", s.heads);
         detail::check_shape({1, s.heads, s.dim, 0});
@@ -148,7 +149,7 @@ kvq_status kvq_format_describe(const kvq_format* format, kvq_role role, int32_t 
     return guard([&] {
         expect_struct(description, "description");
         const kvq_page_shape shape{role, tokens, 1, dim, 0, 0};
-        const caller_page page(format, &shape);
+        const caller_page page(format, &shape, false);
         const kvq::format_description d = page.f.describe(page.block);
         kvq_format_description made{0,
                                     page.f.name(),
