@@ -37,7 +37,8 @@ bool held(const test::quantized_batch<Format>& b, std::size_t sequence, int toke
                    static_cast<std::size_t>(token / Format::page_tokens)] >= 0;
 }
 
-template <class T, class Quantized, class Window, class Sinks>
+/// Second: pages of another format among those of the first one.
+template <class T, class Quantized, class Window, class Sinks, class Second = Quantized>
 void check_prefill(test::rng& r, const prefill_case& c, const char* name, double* worst) {
     constexpr int dim = Quantized::head_dim, page = Quantized::page_tokens;
     const std::size_t sequences = c.lengths.size();
@@ -53,6 +54,10 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
     const test::quantized_batch<Sinks> of_sinks(r, c.kv_heads, sinks);
     test::quantized_batch<Window> of_window(r, c.kv_heads, behind);
     test::quantized_batch<Quantized> pages(r, c.kv_heads, quantized, false, {1.0f}, {c.key_size});
+    constexpr bool two = !std::is_same_v<Second, Quantized>;
+    test::quantized_batch<Second> seconds(r, c.kv_heads, two ? quantized : std::vector<int>(sequences));
+    for (std::size_t i = 0; two && i < pages.table.size(); ++i)
+        (test::uniform(r, 0, 1) == 0 ? pages.table : seconds.table)[i] = -1;
     if (c.holes)
         for (int& entry : pages.table)
             if (test::uniform(r, 0, 2) == 0) entry = -1;
@@ -68,9 +73,22 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
     test::device_batch<Sinks> sinks_device(of_sinks);
     test::device_batch<Window> window_device(of_window);
     test::device_batch<Quantized> pages_device(pages);
+    test::device_batch<Second> seconds_device(seconds);
     const test::device_buffer<int> lengths(c.lengths);
     window_device.ref.tokens = pages_device.ref.tokens = sinks_device.ref.tokens = lengths.get();
     window_device.ref.first_token = pages_device.ref.first_token = c.sinks;
+    seconds_device.ref.tokens = lengths.get();
+    seconds_device.ref.first_token = c.sinks;
+    const auto mixed = [&](const auto& some) {
+        const auto first = cuda::behind_window(some(pages_device.ref));
+        const auto window = cuda::in_window(some(window_device.ref));
+        const auto of_sinks = cuda::sink_tokens(some(sinks_device.ref), c.sinks);
+        if constexpr (two)
+            return cuda::make_mixed(c.recent, first, cuda::behind_window(some(seconds_device.ref)), window,
+                                    of_sinks);
+        else
+            return cuda::make_mixed(c.recent, first, window, of_sinks);
+    };
 
     const auto tensor = [&](int heads) {
         std::vector<T> x(static_cast<std::size_t>(tokens * heads * dim) + 1);
@@ -105,10 +123,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
         options.sink_logits = c.logits ? logits_device.get() : nullptr;
         options.lse = to_lse;
         const auto status = cuda::prefill<T>(
-            cuda::make_mixed(c.recent, cuda::behind_window(some(pages_device.ref)),
-                             cuda::in_window(some(window_device.ref)),
-                             cuda::sink_tokens(some(sinks_device.ref), c.sinks)),
-            {rows(k_device.get(), c.kv_heads), n, c.kv_heads, dim},
+            mixed(some), {rows(k_device.get(), c.kv_heads), n, c.kv_heads, dim},
             {rows(v_device.get(), c.kv_heads), n, c.kv_heads, dim},
             {rows(q_device.get(), q_heads), n, q_heads, dim},
             token_view<T>(rows(to, q_heads), n, q_heads, dim), starts_device.get(),
@@ -158,14 +173,11 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
             options.state_out = states.get();
             options.lead = shift;
             const int first = starts[b];
-            const auto status =
-                cuda::prefill<T>(cuda::make_mixed(c.recent, cuda::behind_window(one(pages_device.ref)),
-                                                  cuda::in_window(one(window_device.ref)),
-                                                  cuda::sink_tokens(one(sinks_device.ref), c.sinks)),
-                                 {k_device.get() + first * c.kv_heads * dim, keys, c.kv_heads, dim},
-                                 {v_device.get() + first * c.kv_heads * dim, keys, c.kv_heads, dim},
-                                 {q_device.get() + (first + lead) * q_heads * dim, count, q_heads, dim},
-                                 token_view<T>(to, count, q_heads, dim), nullptr, count, options, nullptr);
+            const auto status = cuda::prefill<T>(
+                mixed(one), {k_device.get() + first * c.kv_heads * dim, keys, c.kv_heads, dim},
+                {v_device.get() + first * c.kv_heads * dim, keys, c.kv_heads, dim},
+                {q_device.get() + (first + lead) * q_heads * dim, count, q_heads, dim},
+                token_view<T>(to, count, q_heads, dim), nullptr, count, options, nullptr);
             CHECK(status, "%s: %s", name, status.message);
             CUDA_OK(cudaDeviceSynchronize());
             return states.download();
@@ -235,9 +247,16 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
                         key = &of_window.key_values[b][head][static_cast<std::size_t>(n * dim)];
                         value = &of_window.value_values[b][head][static_cast<std::size_t>(n * dim)];
                     } else {
-                        if (!held(pages, b, n)) continue;
-                        key = &pages.key_values[b][head][static_cast<std::size_t>(n * dim)];
-                        value = &pages.value_values[b][head][static_cast<std::size_t>(n * dim)];
+                        const auto at = static_cast<std::size_t>(n * dim);
+                        if (held(pages, b, n)) {
+                            key = &pages.key_values[b][head][at];
+                            value = &pages.value_values[b][head][at];
+                        } else if (two && held(seconds, b, n)) {
+                            key = &seconds.key_values[b][head][at];
+                            value = &seconds.value_values[b][head][at];
+                        } else {
+                            continue;
+                        }
                     }
                     double s = 0.0, squares = 0.0;
                     for (std::size_t d = 0; d < dim; ++d) {
@@ -289,7 +308,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
 }
 
 /// `few`: what else differs is the same as for other formats.
-template <class Quantized, class T>
+template <class Quantized, class T, class Second = Quantized>
 void check_format(const char* name, bool few = false) {
     constexpr int page = Quantized::page_tokens, dim = Quantized::head_dim;
     using window = cuda::block_pair<full<float16>, full<float16>, dim, page>;
@@ -298,7 +317,7 @@ void check_format(const char* name, bool few = false) {
     test::rng r(seed);
     double worst = 0.0;
     const auto check = [&](const prefill_case& c) {
-        check_prefill<T, Quantized, window, sinks>(r, c, name, &worst);
+        check_prefill<T, Quantized, window, sinks, Second>(r, c, name, &worst);
     };
     check({.lengths = {0, 700, 132 + page, 131 + page, 3}, .new_tokens = {150, 40, 1, 0, 33}});
     // Numbers of 4 bits have scales that 64 times as large are no half floats.
@@ -509,7 +528,8 @@ int main() {
     check_format<rows<mxfp8, fp8_e5m2, 96, 96>, float16>("mxfp8, fp8-e5m2, head_dim 96, page 96", few);
 #endif
 #if !defined(PART) || PART == 4
-    check_format<cuda::preset_pair<low2, 64, 64>, float16>("low2, head_dim 64");
+    check_format<cuda::preset_pair<low2, 64, 64>, float16, cuda::preset_pair<mix4, 64, 64>>(
+        "low2 and mix4 in turns, head_dim 64");
 #if defined(__CUDACC__) || !defined(PART)  // emulated, they would take minutes
     check_format<cuda::preset_pair<low3, 128, 64>, float16>("low3");
     check_format<cuda::block_pair<mixed_affine<code_widths<6, 1>, average_eighths<24>, per_channel<>,
