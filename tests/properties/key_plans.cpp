@@ -405,7 +405,14 @@ TEST_CASE("key plans: layers that differ, and those without a plan") {
         const auto entry = once.pages(0).at(e);
         list.add({entry.keys->data(), entry.values->data(), entry.keys->format, entry.values->format,
                   entry.keys->tokens, entry.values->tokens, entry.skip, entry.tokens, entry.shift,
-                  entry.keys->plan});
+                  cache.table(tensor::key).of(*entry.keys)});
+        if (entry.keys->format == 0) continue;
+        CHECK(test::contains(test::message_of([&] {
+                                 list.add({entry.keys->data(), entry.values->data(), entry.keys->format,
+                                           entry.values->format, entry.keys->tokens, entry.values->tokens,
+                                           entry.skip, entry.tokens, entry.shift});
+                             }),
+                             "not read without their plan"));
     }
     const test::tensor<float> q = test::random_tensor(random, 1, 4, 16);
     test::tensor<float> in_sequence(1, 4, 16), in_list(1, 4, 16);
@@ -428,6 +435,25 @@ TEST_CASE("key plans: layers that differ, and those without a plan") {
         CHECK_THROWS_AS(other.table(tensor::key)[1].functions().plans->from_text(other.table(tensor::key)[1],
                                                                                  text, std::strlen(text)),
                         kvq::error);
+
+    // Another format from now on: its keys wait for a plan as well.
+    kvq::cache_options later = options;
+    later.keys = {test::made<test::usual>(kvq::int8{}), test::made<test::usual>(kvq::low2::keys{})};
+    kvq::cache turns(layers, later);
+    const test::stream& of_first = texts[0];
+    kvq::sequence before = turns.new_sequence();
+    before.append(0, of_first.k.slice(0, 140), of_first.v.slice(0, 140));
+    turns.commit_to(tensor::key, 1);
+    kvq::sequence after = turns.new_sequence();
+    after.append(0, of_first.k.slice(0, 140), of_first.v.slice(0, 140));
+    CHECK((before.usage().quantized > 0 && after.usage().quantized == 0));
+    for (kvq::sequence* const s : {&before, &after})
+        s->append(0, of_first.k.slice(140, 190), of_first.v.slice(140, 190));
+    CHECK((planned_pages(before, 0) == 0 && planned_pages(after, 0) > 0));
+    for (const kvq::sequence* const s : {&before, &after}) {
+        check_attention(random, turns, *s, 0);
+        check_equal(restored(turns, *s), *s, 1);
+    }
 
     kvq::cache_options few = options;
     few.statistics_tokens = 63;

@@ -57,9 +57,16 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
         latent_values_.emplace(dims, std::move(read));
     }
     if (state_) (void)recurrent_state(*state_, pool_, options.snapshots);  // checks the policy
+    commits_from_.resize(layers_.size());
+    wait_for_plans();
+}
+
+KVQ_FUNC void cache::wait_for_plans() noexcept {
     for (int i = 0; i < layer_count(); ++i) {
         const int index = holds_tokens(i) ? target_format(tensor::key, i) : 0;
-        commits_from_.push_back(index > 0 && keys_[index].wants_plan() ? plan_tokens(i) : 0);
+        // Never fewer tokens than before: pages of a sequence may be waiting.
+        int& from = commits_from_[static_cast<std::size_t>(i)];
+        if (index > 0 && keys_[index].wants_plan()) from = detail::larger(from, plan_tokens(i));
     }
 }
 
@@ -125,6 +132,7 @@ KVQ_FUNC void cache::commit_to(tensor role, int listed, int first_layer, int las
         layers_[static_cast<std::size_t>(i)].formats = layers_[static_cast<std::size_t>(owner(i))].formats;
         options_.layers.push_back(layers_[static_cast<std::size_t>(i)].formats);
     }
+    wait_for_plans();
 }
 
 KVQ_FUNC int cache::target_format(tensor role, int layer) const {

@@ -233,6 +233,8 @@ private:
     void commit_staged(std::span<const prefill_request> batch, executor_view executor, workspace& space);
     /// Scratch of one thread that quantizes.
     std::size_t scratch_bytes() const noexcept;
+    /// Pages of layers whose keys get a plan wait for it.
+    void wait_for_plans() noexcept;
     void attend_items(int layer, const detail::attention_items& items, const mods_view& mods,
                       executor_view executor, workspace& space) const;
 

@@ -59,8 +59,11 @@ KVQ_FUNC page_ref page_list::header(tensor role, const borrowed_pages& p, std::s
                    " tokens, pages of this cache for at most ", most);
     detail::expect(data != nullptr && reinterpret_cast<std::uintptr_t>(data) % 16 == 0, detail::name_of(role),
                    " page ", place, " is not at an address that is a multiple of 16");
+    detail::expect(!keys || p.key_plan || !table[format].wants_plan(), "pages ", place, " have keys of ",
+                   format_text(table[format]),
+                   ", which are not read without their plan: key_plan is page::plan, or the format itself");
     page& made = headers_.emplace_back();
-    if (keys && p.key_plan) {
+    if (keys && p.key_plan && !p.key_plan.is(table[format])) {
         detail::expect(table[format].functions().plans != nullptr &&
                            table[format].functions().plans == p.key_plan.functions().plans,
                        "pages ", place, " have a plan of ", format_text(p.key_plan), " for keys of ",

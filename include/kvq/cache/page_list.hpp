@@ -29,7 +29,9 @@ struct borrowed_pages {
     int skip = 0;            ///< tokens before the first shown one
     int tokens = 0;          ///< shown tokens, at least 1
     std::int64_t shift = 0;  ///< by how much the keys moved since they were rotated
-    format key_plan = {};    ///< page::plan of the keys
+    /// The format of the keys with their plan, as format_table::of(page) gives it: page::plan, or the format
+    /// itself for even widths. Needed for formats that take a plan (mix4, low3, low2 without statistics).
+    format key_plan = {};
 };
 
 class page_list {

@@ -100,8 +100,8 @@ struct backend_table {
 template <class Backend, kv_scheme Scheme>
 struct scheme_record;
 
-/// Schemes whose channels get widths by a plan of keys. A plan of keys in front of a transform, or of a derived
-/// scheme that does something else with them, would be wrong.
+/// Schemes whose channels get widths by a plan of keys. A plan of keys in front of a transform, or of a
+/// derived scheme that does something else with them, would be wrong.
 template <class Scheme>
 concept takes_plans = requires(const calibration& statistics) {
     Scheme::plan_of_keys(statistics);
