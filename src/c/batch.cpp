@@ -151,7 +151,7 @@ kvq_status kvq_cache_attend_pages(const kvq_cache* cache, int32_t layer, const k
         for (int32_t i = 0; i < count; ++i) {
             const kvq_page& p = pages[i];
             // kvq_sequence_pages gives no page with a plan.
-            const kvq::detail::format_table& formats = of->cache.table(kvq::tensor::key);
+            const auto& formats = of->cache.table(kvq::tensor::key);
             const bool known = p.key_format >= 0 && p.key_format < formats.size();
             const kvq::format even = known ? formats[p.key_format] : kvq::format{};
             list.add({static_cast<const std::byte*>(p.keys), static_cast<const std::byte*>(p.values),
