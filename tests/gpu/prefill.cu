@@ -401,9 +401,9 @@ constexpr bool refused(std::string_view why) {
 /// Rows of tokens in the bytes of other systems.
 template <int Keys, int Values, int Dim, int PageTokens>
 using rows = cuda::block_pair<rows_of<Keys>, rows_of<Values>, Dim, PageTokens>;
-constexpr int fp8 = row_layout_number("fp8"), fp8_e5m2 = row_layout_number("fp8-e5m2"),
-              nvfp4 = row_layout_number("nvfp4"), mxfp8 = row_layout_number("mxfp8"),
-              mxfp4 = row_layout_number("mxfp4"), q8_0 = row_layout_number("q8_0");
+[[maybe_unused]] constexpr int fp8 = row_layout_number("fp8"), fp8_e5m2 = row_layout_number("fp8-e5m2"),
+                               nvfp4 = row_layout_number("nvfp4"), mxfp8 = row_layout_number("mxfp8"),
+                               mxfp4 = row_layout_number("mxfp4"), q8_0 = row_layout_number("q8_0");
 template <int... Bits>
 using widths = mixed_affine<code_widths<Bits...>, average_eighths<28>, per_channel<>>;
 static_assert(refused<rows<q8_0, fp8, 128, 64>>("the scheme alone reads its bytes"));
