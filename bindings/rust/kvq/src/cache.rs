@@ -71,6 +71,19 @@ impl Rotary {
     }
 }
 
+/// Of which tokens a plan of channel widths is made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(i32)]
+pub enum KeyStatistics {
+    /// Each sequence's first ones; forks and prefix hits inherit the plan.
+    #[default]
+    Own = sys::KVQ_OWN_STATISTICS,
+    /// The first ones of the first sequence that has enough: one plan for the cache.
+    Shared = sys::KVQ_SHARED_STATISTICS,
+    /// No plans: even widths.
+    Off = sys::KVQ_NONE,
+}
+
 /// A cache to be made: `CacheOptions { values: Some("int8".into()), ..CacheOptions::new(32, 8, 128, "std4") }`.
 #[derive(Clone, Debug, Default)]
 pub struct CacheOptions {
@@ -100,6 +113,10 @@ pub struct CacheOptions {
     pub byte_budget: Option<usize>,
     /// Empty, or keys and values of each layer; None: the first ones of the cache.
     pub layer_formats: Vec<(Option<String>, Option<String>)>,
+    /// Whose keys say which channels get how many bits, for formats that take a plan (mix4, low3, low2).
+    pub key_statistics: KeyStatistics,
+    /// First tokens that make a plan, 16 bit until then; None: 512.
+    pub statistics_tokens: Option<usize>,
     /// Empty: keys cannot move. One entry is for all layers.
     pub rotary: Vec<Rotary>,
     /// byte_budget is allocated when the cache is made.
@@ -254,7 +271,9 @@ impl Cache {
                 rotary.as_ptr()
             },
             rotary_count: int(rotary.len(), "rotary")?,
+            key_statistics: o.key_statistics as i32,
             statistics: statistics.map_or(ptr::null(), |s| s.raw() as *const _),
+            statistics_tokens: int(limit(o.statistics_tokens, "statistics_tokens")?, "statistics_tokens")?,
             preallocate: o.preallocate as i32,
             repack: o.repack.map_or(0.0, |part| if part == 0.0 { -1.0 } else { part }),
             layer_list: if layer_list.is_empty() {

@@ -35,7 +35,9 @@ mod ring;
 mod sequence;
 mod tensor;
 
-pub use cache::{AttendRequest, Cache, CacheOptions, PrefillRequest, Rotary, SelectRequest, StepRequest};
+pub use cache::{
+    AttendRequest, Cache, CacheOptions, KeyStatistics, PrefillRequest, Rotary, SelectRequest, StepRequest,
+};
 pub use error::{Error, Result, Status};
 pub use formats::{formats, Format, FormatDescription, FormatEntry, Role, Statistics};
 pub use layers::{DataType, Layer, LayerKind, SnapshotType, StatePart};

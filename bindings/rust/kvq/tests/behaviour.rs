@@ -580,6 +580,28 @@ fn sequences() {
 }
 
 #[test]
+fn plans_of_keys() {
+    let quantized = |key_statistics, statistics_tokens| {
+        let cache = Cache::new(&CacheOptions {
+            key_statistics,
+            statistics_tokens,
+            ..options("low2")
+        })?;
+        filled(&cache, 150).usage().map(|usage| usage.quantized)
+    };
+    assert_eq!(quantized(KeyStatistics::default(), None).unwrap(), 0);
+    assert_eq!(quantized(KeyStatistics::Shared, Some(151)).unwrap(), 0);
+    assert!(quantized(KeyStatistics::Own, Some(64)).unwrap() > 0);
+    assert!(quantized(KeyStatistics::Shared, Some(64)).unwrap() > 0);
+    assert!(quantized(KeyStatistics::Off, None).unwrap() > 0);
+    refused(
+        quantized(KeyStatistics::Own, Some(63)),
+        Status::Argument,
+        "must be between 64 and",
+    );
+}
+
+#[test]
 fn batches() {
     let cache = Cache::new(&options("std4")).unwrap();
     let mut alone = [filled(&cache, 40), filled(&cache, 90)];
