@@ -703,6 +703,18 @@ TEST_CASE("saved in memory, sent page by page, stored by token ids, kept in a ri
         options.model = "another";
         saved.at = 0;
         CHECK(kvq_sequence_restore(both.c, &options, read, &saved, &back) == KVQ_ERROR_DATA);
+
+        // The upper planes alone: what a step down to their format leaves.
+        twins nested("nested8", "nested8", nullptr, "nested4", "nested4");
+        nested.append(random, 200);
+        saved = {};
+        options = init<kvq_save_options>();
+        options.upper_only = 1;
+        OK(kvq_sequence_save(nested.c_sequence, &options, write, &saved));
+        OK(kvq_sequence_restore(nested.c, nullptr, read, &saved, &back));
+        nested.cpp->requantize(*nested.sequence, {.key = 2, .value = 2});
+        twins::check_equal(back, *nested.sequence);
+        OK(kvq_sequence_free(back));
     }
 
     kvq_receiver* receiver = nullptr;
