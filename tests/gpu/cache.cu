@@ -10,6 +10,7 @@
 #include <kvq/attention/token_tree.hpp>
 #include <kvq/cache/rearrange.hpp>
 #include <kvq/cache/requantize.hpp>
+#include <kvq/cache/retain.hpp>
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/cache/step_down.hpp>
 #include <kvq/cuda.cuh>
@@ -2069,6 +2070,12 @@ void check_refusals() {
     c.appended(erased, keys, values, 0, 200);
     erased.erase(1, 60);
     refused(cuda::onload(erased, c.gpu, made, c.stream), "are sinks of which");
+    // 16-bit pages that wait, behind the window.
+    kvq::sequence waits = rotates.new_sequence();
+    waits.hold();
+    c.appended(waits, keys, values, 0, 200);
+    refused(cuda::onload(waits, c.gpu, made, c.stream), "are held in 16 bit");
+    waits.release();
     CHECK(made == cuda::sequence_id{}, "a refused onload has made a sequence");
 
     // Pages that trims have cut take places of the table.
@@ -2510,6 +2517,36 @@ void check_self_calibration() {
     }
 }
 
+/// A plan of the own first tokens on the CPU: a device takes neither pages that wait for it nor those that have it.
+void check_own_plan() {
+    const cache_shape shape{.layers = 1, .kv_heads = heads, .head_dim = dim};
+    kvq::cache cpu(shape, {.keys = make_format<low2::keys, scalar>(),
+                           .values = make_format<low2::values, scalar>(),
+                           .sinks = 4,
+                           .recent = 40,
+                           .page_tokens = page,
+                           .statistics = key_statistics::own,
+                           .statistics_tokens = 300});
+    cuda::cache gpu;
+    cuda::cache_options o;
+    o.formats = {"low2"};
+    o.page_tokens = page;
+    o.sinks = 4;
+    o.recent = 40;
+    CHECK(gpu.open(shape, o, std::span(&compiled(), 1), nullptr), "open");
+    kvq::sequence s = cpu.new_sequence();
+    test::rng r(5);
+    std::vector<float16> x(200 * heads * dim);
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] = float16(test::normal(r) * (i % 5 == 0 ? 9.0f : 1.0f));
+    const token_view<const float16> rows(x.data(), 200, heads, dim);
+    cuda::sequence_id made;
+    for (const char* const why : {"200 tokens wait in 16 bit", "have a plan of their sequence"}) {
+        s.append(0, rows, rows);
+        const cuda::status refused = cuda::onload(s, gpu, made, nullptr);
+        CHECK(!refused && std::strstr(refused.message, why) != nullptr, "%s", refused.message);
+    }
+}
+
 /// New sequences could not be committed to the keys: nothing gets a plan. The refused pair is not compiled.
 void check_other_target() {
     cuda::device_format known = compiled();
@@ -2701,6 +2738,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_statistics();
     check_self_calibration();
     check_other_target();
+    check_own_plan();
     check_alibi();
     check_selected_pages(false);
     check_selected_pages(true);

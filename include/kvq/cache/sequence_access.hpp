@@ -4,6 +4,7 @@
 // then.
 #pragma once
 
+#include <algorithm>
 #include <span>
 
 #include "../core/error.hpp"
@@ -37,6 +38,9 @@ struct sequence_access {
     static void expect_no_draft(const sequence& s) {
         expect(!s.tables_.empty(), "a sequence that was moved from has no layers");
         for (const page_table& table : s.tables_) sequence::check_no_draft(table);
+    }
+    static bool is_held(const sequence& s) noexcept {
+        return std::ranges::any_of(s.tables_, &page_table::held);
     }
     static void expect_not_held(const sequence& s) {
         for (std::size_t i = 0; i < s.tables_.size(); ++i)

@@ -335,6 +335,11 @@ struct cache_access {
         sequence_pages& s = plan.pages;
         const int target = gpu_format(cpu, of, first.targets[0], first.targets[1]);
         if (target < 0) return no_format(cpu, of, first.targets[0], first.targets[1]);
+        if (first.due(first.tokens, g) > first.committed)
+            return bad_value(
+                "layer %d: %d tokens wait in 16 bit for the plan of their sequence, which the device does "
+                "not make: key_statistics::off",
+                of.members[0], first.tokens);
         s.set_target(target);
         s.table.committed = first.committed;
         for (const page_span& span : first.spans)
@@ -430,6 +435,8 @@ struct cache_access {
     static status onload(const sequence& from, cache& gpu, sequence_id& made, cudaStream_t stream) {
         const kvq::cache& cpu = common::sequence_access::cache(from);
         if (status s = check(cpu, gpu); !s) return s;
+        if (common::sequence_access::is_held(from))
+            return bad_value("tokens of the sequence are held in 16 bit: release() them before");
         const auto& tables = common::sequence_access::tables(from);
         for (const page_table& of : tables)
             if (of.dropped > 0)
