@@ -6,6 +6,7 @@
 #include <cmath>
 #include <kvq/cache/page_list.hpp>
 #include <kvq/estimate/budget.hpp>
+#include <kvq/estimate/footprint.hpp>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/io/restore.hpp>
 #include <kvq/io/save.hpp>
@@ -488,6 +489,31 @@ TEST_CASE("key plans: the budget is what the hungriest step takes") {
         }
         CHECK(kvq::budget(options, shape, use) == most);
     }
+}
+
+TEST_CASE("key plans: a footprint has what the step takes that makes one") {
+    test::generator random(test::seed());
+    for (const int page_tokens : {32, 128})
+        for (const int chunk : {1, 100}) {
+            test::counting_resource memory;
+            kvq::cache_options options = options_with(random, key_statistics::own, 512);
+            options.page_tokens = page_tokens;
+            options.memory = &memory;
+            const kvq::cache_shape shape{1, 2, 32, 0};
+            kvq::cache cache(shape, options);
+            const std::size_t before = memory.bytes();
+            const test::stream s = text_of(random, shape, 700, 0);
+            kvq::sequence sequence = cache.new_sequence();
+            for (int at = 0; at < 700;) {
+                const int n = std::min(chunk, 700 - at);
+                memory.reset_peak();
+                test::append(sequence, 1, s, at, n);
+                at += n;
+                INFO(page_tokens, " tokens per page, ", chunk, " in a step to ", at);
+                const kvq::footprint_report f = kvq::footprint(cache, at, 1, {.chunk = chunk});
+                CHECK(memory.peak() - before <= f.total + f.transient);
+            }
+        }
 }
 
 TEST_CASE("key plans: where memory runs out in the step that makes a plan, nothing has changed") {

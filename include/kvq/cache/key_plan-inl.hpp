@@ -30,11 +30,12 @@ KVQ_FUNC token_view<const float> keys_of(const cache& of, int layer, const page&
             block.dim,     block.dim, static_cast<std::ptrdiff_t>(block.values())};
 }
 
-/// Statistics of one layer.
-KVQ_FUNC calibration statistics_of(const cache_shape& shape, const token_view<const float>& keys) {
-    calibration sums({1, shape.kv_heads, shape.head_dim, 0});
-    sums.add_keys(0, keys);
-    return sums;
+KVQ_FUNC std::size_t plan_bytes(const cache& of, int layer) {
+    const cache_shape& shape = of.shape(layer);
+    const auto row = static_cast<std::size_t>(shape.kv_heads) * static_cast<std::size_t>(shape.head_dim);
+    const auto tokens = static_cast<std::size_t>(calibration::group + of.geometry().longest_page());
+    // The sums, saved, and read again.
+    return row * (tokens * sizeof(float) + 3 * 5 * sizeof(double));
 }
 
 KVQ_FUNC format plan_of_keys(cache& of, const page_table& table, int layer, int index) {
@@ -45,23 +46,26 @@ KVQ_FUNC format plan_of_keys(cache& of, const page_table& table, int layer, int 
         const cache_shape& shape = of.shape(layer);
         const auto dim = static_cast<std::size_t>(shape.head_dim),
                    row = dim * static_cast<std::size_t>(shape.kv_heads);
-        resource_vector<float> rows(static_cast<std::size_t>(tokens) * row, of.pool().memory()),
+        resource_vector<float> rows(static_cast<std::size_t>(calibration::group) * row, of.pool().memory()),
             values(of.pool().memory());
+        calibration sums({1, shape.kv_heads, shape.head_dim, 0});
+        const auto add = [&](int count) {
+            sums.add_keys(0, token_view<const float>(rows.data(), count, shape.kv_heads, shape.head_dim));
+        };
         int n = 0;
         for (const page_span& s : table.spans) {
             const auto keys = keys_of(of, layer, *s.pages[0], values);
             const int taken = smaller(s.tokens, tokens - n);
-            for (int t = 0; t < taken; ++t)
+            for (int t = 0; t < taken; ++t) {
+                float* const to = rows.data() + static_cast<std::size_t>(n % calibration::group) * row;
                 for (int h = 0; h < shape.kv_heads; ++h)
-                    std::copy_n(keys.at(s.skip + t, h), dim,
-                                rows.data() + static_cast<std::size_t>(n + t) * row +
-                                    static_cast<std::size_t>(h) * dim);
-            n += taken;
+                    std::copy_n(keys.at(s.skip + t, h), dim, to + static_cast<std::size_t>(h) * dim);
+                if (++n % calibration::group == 0) add(calibration::group);
+            }
             if (n == tokens) break;
         }
-        const auto saved =
-            statistics_of(shape, token_view<const float>(rows.data(), n, shape.kv_heads, shape.head_dim))
-                .save();
+        add(n % calibration::group);
+        const auto saved = sums.save();
         return base.functions().plans->from_statistics(base, saved.data(), saved.size());
     });
 }

@@ -22,6 +22,9 @@ namespace kvq { inline namespace KVQ_COMMON { namespace detail {
 /// that of the cache. Empty: the format takes none, or the layer has too few tokens. O(T * channels)
 format plan_of_keys(cache& of, const page_table& table, int layer, int index);
 
+/// Temporary bytes of plan_of_keys(), at most.
+std::size_t plan_bytes(const cache& of, int layer);
+
 /// The plan that pages of format `index` of a table get: the one that it has, or plan_of_keys().
 format plan_for(cache& of, const page_table& table, int layer, int index);
 

@@ -21,6 +21,13 @@ KVQ_FUNC int pages_of_age(const page_geometry& g, int age, int n) noexcept {
     return smaller(g.committed(n), larger(0, n - age - g.sinks) / g.page_tokens);
 }
 
+/// Does a step that ends or begins at `tokens` make a plan of keys, and commit the pages that waited for it?
+/// `rollback` tokens later it drops their copies.
+KVQ_FUNC bool makes_plan(const page_geometry& g, int tokens, int chunk) noexcept {
+    return g.commits_from > 0 && tokens >= g.commits_from - larger(1, chunk) &&
+           tokens - g.commits_from < larger(g.page_tokens, chunk);
+}
+
 KVQ_FUNC void add_layer(const cache& of, tensor role, int layer, int tokens, int chunk,
                         const step_down_policy& policy, std::array<std::size_t, 2>& shared,
                         footprint_report& f) {
@@ -54,10 +61,8 @@ KVQ_FUNC void add_layer(const cache& of, tensor role, int layer, int tokens, int
     const int reach = of.options().rollback == 0 ? 0 : ceil_div(of.options().rollback, g.page_tokens);
     // Never more than the pages there are: a chunk may be any number.
     const int chunk_pages = ceil_div(smaller(larger(0, chunk), tokens), g.page_tokens) + 1;
-    const bool begins =
-        tokens >= g.commits_from - larger(1, chunk) && tokens < g.commits_from + g.page_tokens;
     const auto held = static_cast<std::size_t>(
-        g.commits_from > 0 && begins ? pages + 1
+        makes_plan(g, tokens, chunk) || makes_plan(g, tokens - of.options().rollback, chunk) ? pages + 1
         : committed == 0 || target == 0
             ? 1
             : smaller(ceil_div(g.recent, g.page_tokens) + 2 + reach + chunk_pages, pages + 1));
@@ -100,7 +105,7 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
     footprint_report f;
     std::array<std::size_t, 2> shared{};  // temporary bytes of K and V
     // The capacity of the tables of spans, and the lists of a chunk.
-    std::size_t tables = 0, most_spans = 0;
+    std::size_t tables = 0, most_spans = 0, plan = 0;
     for (int layer = 0; layer < of.layer_count(); ++layer) {
         if (!of.holds_tokens(layer)) continue;
         const bool cross = of.geometry(layer).window.cross;
@@ -112,6 +117,7 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
         const auto uncounted = static_cast<std::size_t>(left - detail::page_table::freed_spans(front, g));
         tables = detail::bounded_sum(tables, detail::table_capacity(spans - uncounted) * sizeof(page_span));
         most_spans = detail::larger(most_spans, spans);
+        if (detail::makes_plan(g, n, chunk)) plan = detail::larger(plan, detail::plan_bytes(of, layer));
         for (const tensor role : of.tensors(layer))
             detail::add_layer(of, role, layer, n, chunk, cross ? step_down_policy{} : policy, shared, f);
     }
@@ -122,7 +128,8 @@ KVQ_FUNC footprint_report footprint(const cache& of, int tokens, int sequences, 
     // Far above any address space, and sums of a few such numbers do not overflow.
     constexpr std::size_t most = std::size_t{1} << 60;
     detail::expect(f.transient <= most / 4, "a footprint of ", tokens, " tokens is larger than memory");
-    f.transient = 2 * f.transient + table / 2 + 2 * most_spans * 2 * sizeof(page_ref) + sizeof(detail::chunk);
+    f.transient =
+        2 * f.transient + table / 2 + 2 * most_spans * 2 * sizeof(page_ref) + sizeof(detail::chunk) + plan;
     // A snapshot is taken before another one goes, and beside copies of the tables.
     if (of.state_layout() && of.options().snapshots.every > 0)
         f.transient = detail::larger(f.transient, of.state_layout()->snapshot_bytes() + 2 * state_tables);
