@@ -2,11 +2,8 @@
 import kvq
 import numpy as np
 
-cache = kvq.Cache(layers=2, kv_heads=8, head_dim=128, keys="std4")
-sequence = cache.new_sequence()
+sequence = kvq.Cache(layers=2, kv_heads=8, head_dim=128, keys="std4").new_sequence()
 x = np.random.default_rng(1).standard_normal((500, 48, 128)).astype(np.float16)  # stands for a model's k, v and q
 for layer in range(2):
     out = sequence.prefill(layer, x[:, :8], x[:, 8:16], x[:, 16:])
-other = sequence.fork()
-sequence.trim(200)
-print(len(sequence), "and", len(other), "tokens in", sequence.usage().bytes, "bytes")
+print(len(sequence), "tokens in", sequence.usage().bytes, "bytes")
