@@ -456,6 +456,18 @@ TEST_CASE("key plans: layers that differ, and those without a plan") {
         check_equal(restored(turns, *s), *s, 1);
     }
 
+    // Keys that turn to another format and back have the plan of their pages again, as restored ones have.
+    for (const int key : {0, 1}) {
+        kvq::requantize_request later_pages{.key = key, .last_token = 0};
+        later_pages.new_pages = true;
+        (void)turns.requantize(after, later_pages);
+    }
+    CHECK(kvq::detail::sequence_access::tables(after)[0].shows_plan());
+    kvq::sequence again = restored(turns, after);
+    for (kvq::sequence* const s : {&after, &again})
+        s->append(0, texts[0].k.slice(0, 120), texts[0].v.slice(0, 120));
+    check_equal(again, after, 1);
+
     kvq::cache_options few = options;
     few.statistics_tokens = 63;
     CHECK(test::contains(test::message_of([&] { kvq::cache none(layers, few); }), "63"));
