@@ -132,8 +132,9 @@ private:
                     at.keep[j] = col < 0 ? 0u : 15u;
                     at.row_scale[j] = row_scale_[static_cast<std::size_t>(line)];
                     at.row_bias[j] = row_bias_[static_cast<std::size_t>(line)];
-                    at.col_scale[j] = col_scale_[static_cast<std::size_t>(set + c)];
-                    at.col_bias[j] = col_bias_[static_cast<std::size_t>(set + c)];
+                    const std::size_t column = static_cast<std::size_t>(set) + static_cast<std::size_t>(c);
+                    at.col_scale[j] = col_scale_[column];
+                    at.col_bias[j] = col_bias_[column];
                 }
                 f(row, codes_.tiles.word(row, w), at);
             }
