@@ -271,7 +271,7 @@ inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     event->stuck = stream != nullptr && stream->stuck;
     return cudaSuccess;
 }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned = 0) {
     stream->stuck = stream->stuck || event->stuck;
     return cudaSuccess;
 }
