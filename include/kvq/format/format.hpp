@@ -111,7 +111,7 @@ struct channel_importance {
     double (*of)(const void* keys, int channel);
     const void* keys;
 
-    double operator[](int channel) const { return of(keys, channel); }
+    KVQ_NO_COPY double operator[](int channel) const { return of(keys, channel); }
 };
 
 /// Plans of channel widths, which a format of keys may get once keys are known (schemes/scheme_codes.hpp).

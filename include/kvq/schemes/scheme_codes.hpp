@@ -128,13 +128,15 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
         width_plan plan = make_plan(statistics);
         plan.blocks.resize(static_cast<std::size_t>(plan.kv_heads));
         plan.of_every_layer = true;
+        tagged_vector<std::size_t> width(static_cast<std::size_t>(plan.head_dim));
         for (channel_allocation& a : plan.blocks) {
-            auto first = a.order.begin();
-            for (const std::uint16_t quads : a.quads) {
-                const auto end = a.order.end() - first > 4 * quads ? first + 4 * quads : a.order.end();
-                std::sort(first, end);
-                first = end;
-            }
+            std::size_t place = 0;
+            for (std::size_t w = 0; w < a.quads.size(); ++w)
+                for (int i = 0; i < 4 * a.quads[w] && place < width.size(); ++i) width[a.order[place++]] = w;
+            place = 0;
+            for (std::size_t w = 0; w < a.quads.size(); ++w)
+                for (std::size_t c = 0; c < width.size(); ++c)
+                    if (width[c] == w) a.order[place++] = static_cast<std::uint16_t>(c);
         }
         return plan;
     }
@@ -178,14 +180,17 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
                " channels has ", letters - at, " widths");
         for (std::size_t h = 0; h < heads; ++h) {
             channel_allocation a;
-            for (int w = 0; w < width_list::count; ++w) {
-                const std::size_t before = a.order.size();
+            a.order.resize(dim);
+            a.quads.resize(width_list::count);
+            std::size_t place = 0;
+            for (std::size_t w = 0; w < a.quads.size(); ++w) {
+                const std::size_t before = place;
                 for (std::size_t c = 0; c < dim; ++c)
                     if (text[at + h * dim + c] == static_cast<char>('0' + w))
-                        a.order.push_back(static_cast<std::uint16_t>(c));
-                a.quads.push_back(
-                    static_cast<std::uint16_t>(ceil_div(static_cast<int>(a.order.size() - before), 4)));
+                        a.order[place++] = static_cast<std::uint16_t>(c);
+                a.quads[w] = static_cast<std::uint16_t>(ceil_div(static_cast<int>(place - before), 4));
             }
+            expect(place == dim, "a plan of channel widths is damaged in head ", h);
             plan.blocks.push_back(std::move(a));
         }
         return plan;

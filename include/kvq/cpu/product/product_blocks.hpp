@@ -23,7 +23,7 @@ struct code_meaning {
     float top_code;                         ///< the largest number that is multiplied
     float zero_code;                        ///< what is subtracted from every such number
     const std::uint8_t* entries = nullptr;  ///< of the table, 16 of them
-    float unit = 1.0f;                      ///< of such numbers in steps of the scale, a power of two
+    float unit;                             ///< of such numbers in steps of the scale, a power of two
 };
 
 /// The parameters of a block as floats, in slots: of its rows for a group of columns, of its columns for a
@@ -86,8 +86,12 @@ constexpr code_meaning meaning_of(tensor role) noexcept {
                       "kvq: code_entries are 16 numbers from 0 to 127, for codes of 4 bits");
         entries = Scheme::code_entries.data();
     }
-    return {Scheme::fold(role), role == tensor::value, static_cast<float>(detail::largest_multiplied<Scheme>),
-            static_cast<float>(Scheme::zero_code), entries};
+    return {Scheme::fold(role),
+            role == tensor::value,
+            static_cast<float>(detail::largest_multiplied<Scheme>),
+            static_cast<float>(Scheme::zero_code),
+            entries,
+            1.0f};
 }
 
 /// Loads of parameters by their storage, and of token scales by theirs, for all schemes.
