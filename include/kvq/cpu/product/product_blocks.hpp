@@ -172,7 +172,7 @@ product_blocks product_blocks_of(const Scheme& scheme, const block_shape& shape,
         b.bytes = scheme.block_bytes(shape);
     } else if constexpr (segmented<Scheme>) {
         const auto columns = scheme.columns(shape);
-        b.meaning = {columns.fold(shape.role), shape.role == tensor::value, 255.0f, 0.0f};
+        b.meaning = {columns.fold(shape.role), shape.role == tensor::value, 255.0f, 0.0f, nullptr, 1.0f};
         b.source = parameters_of<Backend>(scheme, shape);
         b.row_group = columns.codes(shape).rows().group;
         b.col_group = columns.codes(shape).cols.group;
