@@ -9,7 +9,7 @@
 //             the codes of a quad from a word of each plane
 //
 // A code of B bits lies in up to two planes (pack/code_layout.hpp): words of four places, which a rotation
-// and a mask of the table make the codes' bytes. All lanes do the same at a time, whatever the widths are.
+// and a mask of the table make the codes' bytes. All lanes do the same at a time, for any widths.
 // Contract: tiles as in prefill_tile.cuh; any plan of the scheme, and none. Channels without codes are their
 // bias. Codes are read in store() alone: where blocks are in device memory, it waits for them.
 #pragma once
