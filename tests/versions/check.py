@@ -13,6 +13,7 @@ COPIES = (
     ("CHANGELOG.md", r"^## (\S+)"),
     ("CITATION.cff", r"^version: (\S+)"),
     ("bindings/rust/kvq/Cargo.toml", r'^version = "(\S+)"'),
+    ("bindings/rust/kvq/Cargo.toml", r'kvq-sys", version = "(\S+)"'),
     ("bindings/rust/kvq-sys/Cargo.toml", r'^version = "(\S+)"'),
     ("bindings/rust/Cargo.lock", r'^name = "kvq"\nversion = "(\S+)"'),
     ("bindings/rust/Cargo.lock", r'^name = "kvq-sys"\nversion = "(\S+)"'),

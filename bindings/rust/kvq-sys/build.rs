@@ -1,23 +1,56 @@
-//! Links the library of kvq: the folder KVQ_LIB_DIR, else what pkg-config says of kvq, else where the linker looks.
-//! KVQ_LIB_KIND: dylib (default) or static.
-use std::{env, process::Command};
+//! Links the library of kvq: the one in the folder KVQ_LIB_DIR, else the one that pkg-config knows, else, in a packaged crate, one that
+//! CMake builds from `sources`, with the formats of KVQ_LIBRARY_FORMATS; else where the linker looks.
+//! KVQ_LIB_KIND: dylib (default) or static, which a built library is.
+use std::{env, path::Path, process::Command};
+
+fn search(folder: &str) {
+    println!("cargo:rustc-link-search=native={}", folder);
+}
+
+fn run(command: &mut Command) {
+    let status = command.status();
+    if !matches!(&status, Ok(s) if s.success()) {
+        panic!("{:?}: {:?}", command, status);
+    }
+}
+
+/// Builds the static library: its folder.
+fn build(sources: &Path) -> String {
+    let folder = env::var("OUT_DIR").unwrap() + "/library";
+    let formats = env::var("KVQ_LIBRARY_FORMATS").unwrap_or_else(|_| "all".into());
+    let mut configure = Command::new("cmake");
+    configure.arg("-S").arg(sources).args(["-B", &folder]);
+    configure.args(["-DCMAKE_BUILD_TYPE=Release", "-DKVQ_LIBRARY=ON"]);
+    for option in ["TESTS", "EXAMPLES", "BENCH", "INSTALL"] {
+        configure.arg(format!("-DKVQ_{}=OFF", option));
+    }
+    run(configure.arg(format!("-DKVQ_LIBRARY_FORMATS={}", formats)));
+    let jobs = env::var("NUM_JOBS").unwrap_or_else(|_| "1".into());
+    run(Command::new("cmake").args(["--build", &folder, "--target", "kvq_library", "--parallel", &jobs]));
+    folder + "/src"
+}
 
 fn main() {
-    println!("cargo:rerun-if-env-changed=KVQ_LIB_DIR");
-    println!("cargo:rerun-if-env-changed=KVQ_LIB_KIND");
-    let kind = env::var("KVQ_LIB_KIND").unwrap_or_else(|_| "dylib".into());
+    for name in ["KVQ_LIB_DIR", "KVQ_LIB_KIND", "KVQ_LIBRARY_FORMATS"] {
+        println!("cargo:rerun-if-env-changed={}", name);
+    }
+    let mut kind = env::var("KVQ_LIB_KIND").unwrap_or_else(|_| "dylib".into());
     if kind != "dylib" && kind != "static" {
         panic!("KVQ_LIB_KIND is {}, neither dylib nor static", kind);
     }
+    let sources = Path::new("sources");
+    let said = Command::new("pkg-config").args(["--libs-only-L", "kvq"]).output();
     if let Ok(folder) = env::var("KVQ_LIB_DIR") {
-        println!("cargo:rustc-link-search=native={}", folder);
-    } else if let Ok(said) = Command::new("pkg-config").args(["--libs-only-L", "kvq"]).output() {
-        for folder in String::from_utf8_lossy(&said.stdout)
+        search(&folder);
+    } else if let Some(said) = said.ok().filter(|s| s.status.success()) {
+        let folders = String::from_utf8_lossy(&said.stdout).into_owned();
+        folders
             .split_whitespace()
             .filter_map(|f| f.strip_prefix("-L"))
-        {
-            println!("cargo:rustc-link-search=native={}", folder);
-        }
+            .for_each(search);
+    } else if sources.exists() {
+        search(&build(sources));
+        kind = "static".into();
     }
     println!("cargo:rustc-link-lib={}=kvq", kind);
     if kind == "static" {
