@@ -7,6 +7,7 @@
 #include <kvq/cuda/select/index_scores.cuh>
 #include <kvq/cuda/select/select_top.cuh>
 #include <kvq/policy/prefix_cache.hpp>
+#include <kvq/policy/prefix_tiers.hpp>
 
 void decode_step(const kvq::float16* new_k, const kvq::float16* new_v, const kvq::float16* new_q,
                  kvq::float16* to, int batch, int q_heads, int recent, void* workspace,
@@ -101,15 +102,17 @@ void host_pages(kvq::cuda::cache& cache, kvq::cuda::sequence_id a, kvq::cuda::se
 }
 
 template <int = 0>
-void prefixes(kvq::cuda::cache& cache, kvq::cuda::sequence_id a, kvq::cuda::host_pages& pages,
+void prefixes(kvq::cuda::cache& cache, kvq::cuda::sequence_id a, kvq::cuda::sequence_id b,
               kvq::token_ids tokens, kvq::token_ids prompt, cudaStream_t stream) {
     using namespace kvq;
     cuda::status s;
-    kvq::prefix_cache below(pages.cache(), {.byte_limit = 8ull << 30});  // or kvq::prefix_tiers: files, too
-    cuda::prefixes store(cache, pages, below, {.device_bytes = 4ull << 30});
+    cuda::prefixes<kvq::prefix_tiers> store(
+        cache,
+        {.bytes = {.device = 4ull << 30, .host = 64ull << 30, .files = 1ull << 40}, .folder = "/var/tmp"});
     s = store.store(tokens, a, stream);
     cuda::found_prefix found;
     s = store.fetch(prompt, found, stream);  // found.id has the first found.tokens of the prompt
+    s = store.park(tokens, b, stream);       // a request waits; later: fetch(tokens, found, stream)
     if (!s) std::puts(s.message);
 }
 

@@ -2,7 +2,11 @@
 // histories of steps, prompts, trims, forks, drafted trees, requantizing and offload with the same bytes
 // afterwards, attention against double arithmetic, graphs that are replayed while contexts grow, bytes of
 // memory, refusals.
+#include <unistd.h>
+
 #include <bit>
+#include <cstdio>
+#include <filesystem>
 #include <map>
 #include <set>
 
@@ -18,6 +22,7 @@
 #include <kvq/cuda/host/self_calibration.hpp>
 #include <kvq/format/make_format.hpp>
 #include <kvq/policy/prefix_cache.hpp>
+#include <kvq/policy/prefix_tiers.hpp>
 #include <kvq/policy/ring.hpp>
 
 #include "counted_memory.cuh"
@@ -1767,104 +1772,196 @@ void check_host_pages() {
             "convert them in a CPU cache");
 }
 
-/// Prefixes on the device, and those that went to host memory.
-void check_prefixes() {
+/// Prefixes and parked sequences on the device, in host memory and in files, under small budgets. faults:
+/// files are damaged, cut and removed, and at last cannot be written.
+void check_prefixes(unsigned seed, bool faults) {
     both_caches c({});
-    test::rng r(22);
-    const auto ok = [](const cuda::status& s) { CHECK(s, "prefixes: %s", s.message); };
+    test::rng r(seed);
+    int step = -1;
+    const auto ok = [&](const cuda::status& s) {
+        CHECK(s, "prefixes, seed %u, step %d: %s", seed, step, s.message);
+    };
     std::vector<float16> keys, values;
     const auto append = [&](pair& p, int n) {
-        c.write(r, keys, values);
+        c.write(r, keys, values, n);
         ok(c.gpu.begin_prompt(p.id, n, c.stream));
         for (int layer = 0; layer < layers; ++layer)
             ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
         c.appended(p.host, keys, values, 0, n);
         CUDA_OK(cudaStreamSynchronize(c.stream));
     };
-    cuda::host_pages pages(c.gpu);
-    prefix_cache below(pages.cache(), {.min_prefix_tokens = 1});
+    namespace fs = std::filesystem;
+    const fs::path folder =
+        fs::temp_directory_path() / ("kvq-test-" + std::to_string(seed) + "-" + std::to_string(getpid()));
+    fs::create_directories(folder);
+    const cuda::tier_bytes budget{400000, 300000, faults ? 400000 : ~std::size_t{0}};
     const std::size_t before = c.gpu.bytes_in_use();
     {
-        cuda::prefixes store(c.gpu, pages, below, {.device_bytes = 600000});
-        std::vector<pair> texts;
-        std::vector<std::vector<token_id>> tokens;
-        for (int i = 0; i < 4; ++i) {
-            // Two pairs of texts that begin with the same 140 tokens.
-            pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
-            if (i % 2 == 0) {
-                append(p, 140);
-            } else {
-                ok(c.gpu.free(p.id));
-                ok(c.gpu.fork(texts.back().id, p.id, c.stream));
-                ok(c.gpu.trim(p.id, 140));
-                p.host = texts.back().host.fork();
-                p.host.trim(140);
+        cuda::prefixes<prefix_tiers> store(
+            c.gpu, {.bytes = budget, .min_prefix_tokens = 1, .folder = folder.string()});
+        struct known_text {
+            std::vector<token_id> tokens;
+            kvq::sequence host;
+        };
+        std::vector<known_text> texts;
+        std::size_t misses = 0, parked = 0;
+        for (step = 0; step < 40; ++step) {
+            const auto stats = store.below().statistics();
+            const cuda::prefix_report now = store.report();
+            CHECK(now.bytes <= budget.device && now.host_bytes <= budget.host &&
+                      stats.file_bytes <= budget.files,
+                  "prefixes, seed %u, step %d: %zu bytes on the device, %zu on the host, %zu in files", seed,
+                  step, now.bytes, now.host_bytes, stats.file_bytes);
+            if (texts.size() < 8 || (texts.size() < 14 && test::uniform(r, 0, 2) == 0)) {
+                const int n = test::uniform(r, 20, 240);
+                pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
+                append(p, n);
+                std::vector<token_id> tokens;
+                for (int t = 0; t < n; ++t) tokens.push_back(1000 * static_cast<int>(texts.size()) + t);
+                if (step % 2 == 0) {
+                    ok(store.store(tokens, p.id, c.stream));
+                    ok(store.store(tokens, p.id, c.stream));  // it is there
+                    ok(c.gpu.free(p.id));
+                } else {
+                    ok(store.park(tokens, p.id, c.stream));
+                    CHECK(p.id == cuda::sequence_id{}, "a parked sequence is the caller's");
+                }
+                texts.push_back({std::move(tokens), std::move(p.host)});
+                continue;
             }
-            append(p, 100);
-            std::vector<token_id>& text = tokens.emplace_back();
-            for (int t = 0; t < 240; ++t) text.push_back(t < 140 ? i / 2 * 7 + t : 1000 * (i + 1) + t);
-            ok(store.store(text, p.id, c.stream));
-            ok(store.store(text, p.id, c.stream));  // it is there
-            CHECK(store.bytes() <= 600000 && store.entries() >= 1, "%zu bytes of %zu entries", store.bytes(),
-                  store.entries());
-            texts.push_back({p.id, std::move(p.host)});
-        }
-        CHECK(store.entries() < 4 && below.entries() > 0, "%zu entries on the device, %zu on the host",
-              store.entries(), below.entries());
-        int places[3] = {};
-        for (int i = 0; i < 8; ++i) {
-            // All of a text, a part of it, then tokens of no text.
-            const pair& from = texts[static_cast<std::size_t>(i % 4)];
-            std::vector<token_id> wanted = tokens[static_cast<std::size_t>(i % 4)];
-            const int n = i < 4 ? 240 : 190;
-            wanted.resize(static_cast<std::size_t>(n));
-            wanted.push_back(-5);
+            const known_text& from =
+                texts[static_cast<std::size_t>(test::uniform(r, 0, static_cast<int>(texts.size()) - 1))];
+            if (faults && step > 12 && step < 30)
+                for (const auto& file : fs::recursive_directory_iterator(folder)) {
+                    if (!file.is_regular_file() || test::uniform(r, 0, 1) == 0) continue;
+                    const auto bytes = fs::file_size(file.path());
+                    if (step % 3 == 0) {
+                        fs::remove(file.path());
+                    } else if (step % 3 == 1) {
+                        fs::resize_file(file.path(), bytes / 2);
+                    } else if (std::FILE* const f = std::fopen(file.path().c_str(), "r+b")) {
+                        std::fseek(f, static_cast<long>(bytes * 2 / 3), SEEK_SET);
+                        std::fputs("other bytes", f);
+                        std::fclose(f);
+                    }
+                }
+            if (faults && step == 30) fs::remove_all(folder);
+            // All of a text, or a part of it and a token of no text.
+            const int all = static_cast<int>(from.tokens.size()),
+                      n = test::uniform(r, 0, 1) == 0 ? all : test::uniform(r, all / 2, all);
+            std::vector<token_id> wanted(from.tokens.begin(), from.tokens.begin() + n);
+            if (n < all) wanted.push_back(-5);
+            const cuda::found_prefix expected = store.lookup(wanted);
             cuda::found_prefix found;
             ok(store.fetch(wanted, found, c.stream));
-            CHECK(found.tokens == n && c.gpu.tokens(found.id) == n, "%d tokens, not %d", found.tokens, n);
-            if (found.tokens != n) continue;
-            ++places[static_cast<int>(found.place)];
+            CHECK(found.tokens <= n && c.gpu.tokens(found.id) == found.tokens &&
+                      (faults || (found.tokens == n && expected.tokens == n &&
+                                  found.match == expected.match && found.place == expected.place)),
+                  "prefixes, seed %u, step %d: %d tokens of %d, where %d were expected", seed, step,
+                  found.tokens, n, expected.tokens);
+            misses += found.tokens == 0;
+            if (found.tokens == 0) continue;
             pair p{found.id, from.host.fork()};
-            p.host.trim(n);
-            append(p, 100);
-            kvq::sequence here = c.cpu.new_sequence();
-            ok(cuda::offload(c.gpu, p.id, here, c.stream));
-            compare(c, p, "prefixes", i);
+            p.host.trim(found.tokens);
+            compare(c, p, "prefixes", step);
+            if (found.tokens == all && test::uniform(r, 0, 1) == 0) {
+                ok(store.park(wanted, p.id, c.stream));
+                ++parked;
+                continue;
+            }
+            append(p, 30);
+            compare(c, p, "prefixes", step);
             ok(c.gpu.free(p.id));
         }
-        CHECK(places[1] > 0 && places[2] > 0, "%d prefixes on the device, %d on the host", places[1],
-              places[2]);
+        const cuda::prefix_report end = store.report();
+        CHECK(c.gpu.bytes_in_use() - before == end.bytes, "%zu bytes in use, %zu of entries",
+              c.gpu.bytes_in_use() - before, end.bytes);
+        CHECK(
+            end.fetches[1] > 0 && end.fetches[2] > 0 && (end.fetches[3] > 0 || faults) && parked > 0 &&
+                (misses > 0) == faults && (store.below().statistics().failed > 0) == faults &&
+                end.lost == 0 && end.lowered > 0,
+            "prefixes, seed %u: %zu fetches from the device, %zu from the host, %zu from files, %zu misses, "
+            "%zu lost, %zu files failed, %zu parked",
+            seed, end.fetches[1], end.fetches[2], end.fetches[3], misses, end.lost,
+            store.below().statistics().failed, parked);
         cuda::found_prefix none;
         ok(store.fetch(std::vector<token_id>{-1, -2}, none, c.stream));
         CHECK(!is_hit(none.match) && none.tokens == 0, "%d tokens of no text", none.tokens);
-        refused(store.store(tokens[0], none.id, c.stream), "240 tokens of a sequence that holds 0");
-        for (const pair& p : texts) ok(c.gpu.free(p.id));
+        refused(store.store(texts[0].tokens, none.id, c.stream), "tokens of a sequence that holds 0");
+        // Room is made, and entries go to another format.
+        pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
+        append(p, 200);
+        const std::vector<token_id> last(200, 3);
+        ok(store.store(last, p.id, c.stream));
+        const cuda::tier tiers[] = {{0, "kivi-4-g32"}};
+        ok(store.step_down(std::span(&p.id, 1), tiers, c.stream));
+        ok(store.release(1, c.stream));
+        CHECK(store.entries() < end.entries + 1, "%zu entries", store.entries());
+        ok(store.release(~std::size_t{0}, c.stream));
+        CHECK(store.entries() == 0 && store.bytes() == 0, "%zu entries", store.entries());
+        ok(c.gpu.free(p.id));
     }
     CHECK(c.gpu.bytes_in_use() == before, "%zu bytes are left", c.gpu.bytes_in_use() - before);
+    CHECK(faults || fs::is_empty(folder), "files are left in %s", folder.c_str());
+    fs::remove_all(folder);
+}
 
-    // Room for one more copy of the recent window: a prefix is fetched, but no entry holds it.
+/// Room for one more copy of the recent window: a prefix is fetched, but no entry holds it. Formats of
+/// entries.
+void check_full_device() {
+    const auto ok = [](const cuda::status& s) { CHECK(s, "prefixes: %s", s.message); };
     both_caches small({.pool_tokens = 800, .pool_sequences = 4, .growing = false});
+    test::rng r(22);
+    std::vector<float16> keys, values;
     pair p{small.gpu.new_sequence(), small.cpu.new_sequence()};
     small.write(r, keys, values);
     ok(small.gpu.begin_prompt(p.id, 240, small.stream));
     for (int layer = 0; layer < layers; ++layer)
         ok(small.gpu.append(layer, small.rows(small.k, layer, 240), small.rows(small.v, layer, 240),
                             small.stream));
+    cuda::prefixes store(small.gpu, {.min_prefix_tokens = 1});
+    const std::vector<token_id> text(240, 7);
+    ok(store.store(text, p.id, small.stream));
+    ok(store.release(~std::size_t{0}, small.stream));
     cuda::sequence_id other;
     int forks = 0;
     while (small.gpu.fork(p.id, other, small.stream)) ++forks;
-    cuda::host_pages held(small.gpu);
-    prefix_cache under(held.cache(), {.min_prefix_tokens = 1});
-    kvq::sequence host = held.cache().new_sequence();
-    ok(cuda::offload(small.gpu, p.id, host, small.stream));
     ok(small.gpu.free(p.id));
-    const std::vector<token_id> text(240, 7);
-    (void)under.store(text, host);
-    cuda::prefixes store(small.gpu, held, under);
     cuda::found_prefix found;
     ok(store.fetch(text, found, small.stream));
-    CHECK(forks > 0 && found.tokens == 240 && small.gpu.tokens(found.id) == 240 && store.entries() == 0,
+    CHECK(forks > 0 && found.tokens == 240 && small.gpu.tokens(found.id) == 240 && store.entries() == 0 &&
+              found.place == cuda::prefix_place::host,
           "%d tokens of 240, %zu entries, %d forks", found.tokens, store.entries(), forks);
+    // int8 pages of an entry become smaller, those of its sequence stay.
+    both_caches c({.growing = true});
+    cuda::prefixes narrow(c.gpu, {.min_quantize_tokens = 1, .format = "kivi-4-g32"});
+    const cuda::sequence_id wide_pages = c.gpu.new_sequence();
+    ok(c.gpu.begin_prompt(wide_pages, 240, c.stream));
+    c.write(r, keys, values);
+    for (int layer = 0; layer < layers; ++layer)
+        ok(c.gpu.append(layer, c.rows(c.k, layer, 240), c.rows(c.v, layer, 240), c.stream));
+    ok(c.gpu.requantize(std::span(&wide_pages, 1), {.format = "int8"}, c.stream));
+    const std::size_t quantized = c.gpu.usage(wide_pages).quantized;
+    ok(narrow.store(text, wide_pages, c.stream));
+    ok(narrow.fetch(text, found, c.stream));
+    CHECK(
+        c.gpu.usage(found.id).quantized * 3 < quantized * 2 && c.gpu.usage(wide_pages).quantized == quantized,
+        "%zu bytes of an entry, %zu of its sequence", c.gpu.usage(found.id).quantized, quantized);
+    ok(c.gpu.free(found.id));
+    // A host with room for none of an entry: it is computed again.
+    cuda::prefixes none(c.gpu, {.bytes = {.device = 1000, .host = 4096}, .min_prefix_tokens = 1});
+    ok(none.store(text, wide_pages, c.stream));
+    ok(none.fetch(text, found, c.stream));
+    CHECK(found.tokens == 0 && found.match == prefix_match::miss && none.report().lost == 1 &&
+              none.entries() == 0 && none.report().host_bytes == 0,
+          "%d tokens, %zu entries were lost", found.tokens, none.report().lost);
+    bool raised = false;
+    try {
+        cuda::prefixes<> no_files(c.gpu, {.folder = "."});
+    } catch (const kvq::error& e) {
+        raised = std::string_view(e.what()).find("take kvq::prefix_tiers") != std::string_view::npos;
+    }
+    CHECK(raised, "a folder without files");
 }
 
 /// A second append of a layer; and what reads or follows a prompt that some layer lacks.
@@ -2696,7 +2793,9 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
         check_host_pages();
         check_selected_pages(false);
         check_selected_pages(true);
-        check_prefixes();
+        check_prefixes(22, false);
+        check_prefixes(23, true);
+        check_full_device();
         check_lists();
     }
     run({}, 1, "4 sinks, 40 recent", long_run);

@@ -82,8 +82,10 @@ TEST_CASE("entries leave memory for files and come back byte for byte") {
         const bool known = !asked.empty() && random.one_in(2);
         const ids t = known ? asked[random.bits() % asked.size()]
                             : prompt(round, random.between(0, 60), random.between(20, 300));
+        const auto expected = store.lookup(t);
         auto [match, n, s, tier] = store.fetch(t);
         REQUIRE(s.tokens() == n);
+        REQUIRE((expected.match == match && expected.tokens == n && expected.tier == tier));
         REQUIRE((tier == kvq::prefix_tier::none) == !kvq::is_hit(match));
         from_files += tier == kvq::prefix_tier::file;
         if (match == kvq::prefix_match::exact) {
@@ -105,6 +107,23 @@ TEST_CASE("entries leave memory for files and come back byte for byte") {
     REQUIRE(from_files > 3);
     REQUIRE(exact > 3);
     REQUIRE(store.statistics().dropped > 0);
+}
+
+TEST_CASE("without a folder there are no files") {
+    kvq::cache cache(shape, options());
+    kvq::prefix_tiers store(cache, {.memory = {.min_prefix_tokens = 8}, .folder = ""});
+    const ids t = prompt(1, 0, 200), other = prompt(2, 0, 200);
+    for (const ids& x : {t, other}) {
+        auto s = cache.new_sequence();
+        fill(s, x);
+        store.store(x, s);
+    }
+    REQUIRE(store.refresh(t));  // used behind the other one
+    REQUIRE(!store.refresh(prompt(3, 0, 20)));
+    REQUIRE(store.release(1) > 0);
+    REQUIRE(store.lookup(t).tier == kvq::prefix_tier::memory);
+    REQUIRE(!kvq::is_hit(store.fetch(other).match));
+    REQUIRE((store.statistics().files == 0 && store.statistics().failed == 0));
 }
 
 TEST_CASE("a file that is damaged, cut or gone is a miss, and is dropped") {

@@ -154,6 +154,13 @@ KVQ_FUNC store_outcome prefix_cache::store(token_ids tokens, const kvq::sequence
     return store_outcome::stored;
 }
 
+KVQ_FUNC bool prefix_cache::refresh(token_ids tokens) {
+    const std::lock_guard lock(mutex_);
+    const auto m = tree_.find(tokens);
+    if (m.exact) touch(m.exact->value);
+    return m.exact != nullptr;
+}
+
 KVQ_FUNC bool prefix_cache::erase(token_ids tokens) {
     std::list<entry> dropped;
     const std::lock_guard lock(mutex_);

@@ -133,6 +133,8 @@ public:
         kvq::sequence sequence;  ///< holds exactly `tokens` tokens; empty on a miss
     };
 
+    using options_type = prefix_cache_options;
+
     /// The cache must outlive the store. Raises kvq::error when an option is out of range.
     explicit prefix_cache(cache& of, const prefix_cache_options& options = {});
     prefix_cache(const prefix_cache&) = delete;
@@ -153,6 +155,8 @@ public:
     /// for which the pool has no room (release() frees pages). The store is then unchanged.
     store_outcome store(token_ids tokens, const kvq::sequence& sequence);
 
+    /// Makes the entry with exactly these tokens the most recently used one; false if there is none.
+    bool refresh(token_ids tokens);
     /// Removes one entry; false if there is none with exactly these tokens.
     bool erase(token_ids tokens);
     void clear();

@@ -46,14 +46,33 @@ KVQ_FUNC std::string private_folder::file(std::size_t number) const {
 KVQ_FUNC prefix_tiers::prefix_tiers(cache& of, const prefix_tier_options& options)
     : cache_(of), options_(options), memory_(of, with_hook(options.memory)) {
     std::error_code ignored;
-    detail::expect(std::filesystem::is_directory(options.folder, ignored), options.folder,
-                   " is not a folder, so a prefix cache cannot put files there");
+    detail::expect(options.folder.empty() || std::filesystem::is_directory(options.folder, ignored),
+                   options.folder, " is not a folder, so a prefix cache cannot put files there");
     detail::expect(!options.memory.evicted, "prefix_tiers has its own use for prefix_cache_options::evicted");
-    folder_.make(options.folder);
+    if (!options.folder.empty()) folder_.make(options.folder);
 }
 
 KVQ_FUNC prefix_tiers::~prefix_tiers() {
     for (const file& f : files_) std::remove(f.path.c_str());
+}
+
+KVQ_FUNC bool prefix_tiers::is_better(const nearest& m, token_ids tokens) const {
+    const int in_file = static_cast<int>(m.tokens);
+    return in_file > memory_.lookup(tokens).tokens &&
+           (m.tokens == tokens.size() || in_file >= options_.memory.min_prefix_tokens);
+}
+
+KVQ_FUNC prefix_tiers::lookup_result prefix_tiers::lookup(token_ids tokens) const {
+    const std::lock_guard lock(mutex_);
+    const nearest m = nearest_of(tokens, (std::numeric_limits<std::size_t>::max)());
+    if (is_better(m, tokens)) return {m.match, static_cast<int>(m.tokens), prefix_tier::file};
+    const auto [match, n] = memory_.lookup(tokens);
+    return {match, n, is_hit(match) ? prefix_tier::memory : prefix_tier::none};
+}
+
+KVQ_FUNC bool prefix_tiers::refresh(token_ids tokens) {
+    const std::lock_guard lock(mutex_);
+    return memory_.refresh(tokens);
 }
 
 KVQ_FUNC prefix_tiers::fetch_result prefix_tiers::fetch(token_ids tokens) {
@@ -61,11 +80,9 @@ KVQ_FUNC prefix_tiers::fetch_result prefix_tiers::fetch(token_ids tokens) {
     std::size_t too_large =
         (std::numeric_limits<std::size_t>::max)();  // bytes of pages that memory had no room for
     while (true) {
-        const int in_memory = memory_.lookup(tokens).tokens;
         const nearest m = nearest_of(tokens, too_large);
+        if (!is_better(m, tokens)) break;
         const int in_file = static_cast<int>(m.tokens);
-        if (in_file <= in_memory || (m.tokens < tokens.size() && in_file < options_.memory.min_prefix_tokens))
-            break;
         const position at = m.at;
         const prefix_match kind = m.match;
         const std::size_t pages = at->pages;
@@ -155,6 +172,7 @@ KVQ_FUNC std::string prefix_tiers::model_of(token_ids tokens) const {
 }
 
 KVQ_FUNC bool prefix_tiers::write(token_ids tokens, const kvq::sequence& s) {
+    if (options_.folder.empty()) return false;
     if (const auto m = tree_.find(tokens); m.exact) {
         files_.splice(files_.begin(), files_, m.exact->value);
         return true;

@@ -28,8 +28,9 @@ namespace kvq { inline namespace KVQ_COMMON {
 
 struct prefix_tier_options {
     prefix_cache_options memory = {};  ///< `evicted` is the store's own
-    std::string folder =
-        ".";  ///< exists; the store makes `kvq-prefixes-<random>` there, with files `prefix-7.safetensors`
+    /// Exists; the store makes `kvq-prefixes-<random>` there, with files `prefix-7.safetensors`. Empty: there
+    /// are no files.
+    std::string folder = ".";
     std::size_t file_bytes = (std::numeric_limits<std::size_t>::max)();  ///< for all files
     std::string model = {};                                              ///< as in save_options
     bool upper_only = false;                                             ///< the same
@@ -67,6 +68,12 @@ private:
 
 class prefix_tiers {
 public:
+    using options_type = prefix_tier_options;
+    struct lookup_result {
+        prefix_match match = prefix_match::miss;
+        int tokens = 0;
+        prefix_tier tier = prefix_tier::none;
+    };
     struct fetch_result {
         prefix_match match;
         int tokens;
@@ -82,6 +89,9 @@ public:
     /// Removes the files and their folder.
     ~prefix_tiers();
 
+    /// The result that fetch would have if the file can be read. Changes no order of use, reads no file.
+    [[nodiscard]] lookup_result lookup(token_ids tokens) const;
+
     /// As prefix_cache::fetch, over both tiers. Reading a file takes memory for its pages: the memory tier
     /// makes room for it in cache_options::byte_budget first. Without enough memory the file stays, and the
     /// next best entry with fewer bytes of pages is taken.
@@ -90,6 +100,9 @@ public:
     /// As prefix_cache::store. Entries that this evicts from memory are written to files before it returns.
     /// An entry that is larger than the memory tier goes to a file at once.
     store_outcome store(token_ids tokens, const kvq::sequence& sequence);
+
+    /// As prefix_cache::refresh, of entries in memory.
+    bool refresh(token_ids tokens);
 
     /// Moves entries from memory to files until memory holds `bytes` less; returns by how much it fell.
     std::size_t release(std::size_t bytes);
@@ -121,6 +134,8 @@ private:
     };
     /// Of the files whose pages have fewer bytes.
     nearest nearest_of(token_ids tokens, std::size_t bytes) const;
+    /// Has a file more of the tokens than memory, and enough?
+    bool is_better(const nearest& m, token_ids tokens) const;
 
     prefix_cache_options with_hook(prefix_cache_options o);
 

@@ -14,7 +14,7 @@
 #pragma once
 
 #include <map>
-#include <set>
+#include <utility>
 
 #include "../../cache/sequence.hpp"
 #include "../../cache/sequence_access.hpp"
@@ -46,23 +46,27 @@ struct cache_access {
         return -1;
     }
     static std::span<const layer_group> groups(const cache& gpu) noexcept { return gpu.groups_; }
-    /// Of the pages of these sequences, each counted once, and of their states.
-    static std::size_t bytes_of(const cache& gpu, std::span<const sequence_id> ids) {
-        std::size_t sum = 0;
-        std::set<const page*> counted;
-        const auto add = [&](const page_ref& p) {
-            if (p && counted.insert(p.get()).second) sum += p->bytes;
+    /// Calls f(page) for every page that a sequence holds, those of its states included; for one that several
+    /// of its spans show more than once.
+    template <class F>
+    static void for_each_page(const cache& gpu, sequence_id id, F&& f) {
+        const auto visit = [&](const page_ref& p) {
+            if (p) f(std::as_const(*p));
         };
-        for (const sequence_id id : ids) {
-            const cache::entry& e = gpu.entry_of(id);
-            for (const sequence_pages& s : e.pages) {
-                for (const auto* const list : {&s.sinks, &s.ahead}) std::ranges::for_each(*list, add);
-                for (const page_span& span : s.table.spans)
-                    for (const page_ref* const p : {&span.pages[0], &span.copies[0]}) add(*p);
-            }
-            if (e.state) sum += gpu.usage(id).state;
+        const cache::entry& e = gpu.entry_of(id);
+        for (const sequence_pages& s : e.pages) {
+            for (const auto* const list : {&s.sinks, &s.ahead}) std::ranges::for_each(*list, visit);
+            for (const page_span& span : s.table.spans)
+                for (const page_ref* const p : {&span.pages[0], &span.copies[0]}) visit(*p);
+            for (const sequence_pages::leaving_page& l : s.leaving) visit(l.held);
         }
-        return sum;
+        if (e.state) e.state->for_each_page(f);
+    }
+    /// Has a sequence no draft, and no layer that still waits for a prompt that has begun?
+    static status check_settled(const cache& gpu, sequence_id id) {
+        if (status s = gpu.check_here(id); !s) return s;
+        if (status s = gpu.check_no_draft(std::span(&id, 1)); !s) return s;
+        return gpu.check_whole(std::span(&id, 1));
     }
     /// Can a format get statistics of this shape, and new sequences the format?
     static status check_calibration(const cache& gpu, std::string_view format, const cache_shape& of) {
