@@ -18,8 +18,9 @@
 // Threads: functions that take a const handle may run together on it, others not; different sequences are
 // independent. kvq_sequence_create and kvq_cache_*, except kvq_cache_add_format and kvq_cache_commit_to, may
 // run together on one cache.
-// Lifetimes: a freed cache stays in memory until its last sequence, ring, store or receiver is freed. Other
-// pointers in an option or a request are read during the call only, unless a comment says that they are kept.
+// Lifetimes: a freed cache stays in memory until its last sequence, ring, store, table or receiver is freed.
+// Other pointers in an option or a request are read during the call only, unless a comment says that they are
+// kept.
 #ifndef KVQ_KVQ_H
 #define KVQ_KVQ_H
 
@@ -87,6 +88,7 @@ typedef struct kvq_sequence kvq_sequence;
 typedef struct kvq_receiver kvq_receiver;
 typedef struct kvq_prefix_cache kvq_prefix_cache;
 typedef struct kvq_ring kvq_ring;
+typedef struct kvq_sequence_table kvq_sequence_table;
 
 // ---- tensors ---------------------------------------------------------------------------------------------
 
@@ -990,6 +992,81 @@ KVQ_API kvq_status kvq_ring_tokens(const kvq_ring* ring, int32_t layer, int64_t*
                                    int64_t* first_token);
 /// The held tokens as a sequence, to be freed: a fork, to save, to measure or to dequantize.
 KVQ_API kvq_status kvq_ring_held(const kvq_ring* ring, kvq_sequence** out);
+
+// ---- sequences by id -------------------------------------------------------------------------------------
+// Sequences by id and tokens by position, as llama.cpp's memory has them. A token may be in several of them;
+// those with the same tokens share their pages until these differ. Positions ascend within a sequence, and
+// masks count tokens, not positions. One call at a time for a table.
+// id -1: every id, where a comment says so. Positions are [first, last); first < 0: 0; last < 0: no end.
+
+/// The tokens of a step, as rows of its tensors.
+typedef struct kvq_token_batch {
+    size_t size;
+    const int32_t* positions;   // [tokens], behind those that their ids have
+    const int32_t* id_counts;   // [tokens], at least 1 each; NULL: 1 each
+    const int32_t* const* ids;  // [tokens][id_counts[i]]; a token attends as one of its first id
+    int32_t tokens;
+    int32_t reserved;  // 0
+} kvq_token_batch;
+
+/// Ids 0 to ids - 1, all empty. Not for caches with layers of KVQ_CROSS and KVQ_STATE.
+KVQ_API kvq_status kvq_sequence_table_create(kvq_cache* cache, int32_t ids, kvq_sequence_table** out);
+KVQ_API kvq_status kvq_sequence_table_free(kvq_sequence_table* table);
+/// There are ids 0 to ids - 1 now; fewer than before: nothing changes.
+KVQ_API kvq_status kvq_sequence_table_grow(kvq_sequence_table* table, int32_t ids);
+
+/// Begins a step: takes the memory of all layers, as kvq_cache_reserve with the same options, and gives the
+/// tokens their positions. A step that is still open ends first.
+KVQ_API kvq_status kvq_sequence_table_begin(kvq_sequence_table* table, const kvq_token_batch* batch,
+                                            int32_t q_heads, const kvq_attend_options* options);
+/// One layer of the step, as kvq_sequence_prefill, over the rows of the batch.
+KVQ_API kvq_status kvq_sequence_table_prefill(kvq_sequence_table* table, int32_t layer, const kvq_tensor* k,
+                                              const kvq_tensor* v, const kvq_tensor* q, const kvq_tensor* out,
+                                              const kvq_attend_options* options);
+/// Ends the step. Where a layer has not got its tokens, the step is taken back: KVQ_ERROR_ARGUMENT.
+KVQ_API kvq_status kvq_sequence_table_end(kvq_sequence_table* table);
+/// The tokens of an open step go.
+KVQ_API kvq_status kvq_sequence_table_take_back(kvq_sequence_table* table);
+
+/// Removes tokens of an id, or of every id; the others keep their positions. From the middle this needs
+/// kvq_cache_options.rotary; from the end it is a trim.
+KVQ_API kvq_status kvq_sequence_table_remove(kvq_sequence_table* table, int32_t id, int32_t first,
+                                             int32_t last);
+/// Id `to` gets these tokens of `from` as well, behind its own ones. A part that does not begin with the
+/// first token, or goes behind others, needs kvq_cache_options.rotary.
+KVQ_API kvq_status kvq_sequence_table_copy(kvq_sequence_table* table, int32_t from, int32_t to, int32_t first,
+                                           int32_t last);
+/// Removes all tokens that are not of this id.
+KVQ_API kvq_status kvq_sequence_table_keep(kvq_sequence_table* table, int32_t id);
+/// Adds `by` to positions of an id, or of every id. Needs kvq_cache_options.rotary. Tokens whose position
+/// would be negative go; positions that would no longer ascend are refused.
+KVQ_API kvq_status kvq_sequence_table_shift(kvq_sequence_table* table, int32_t id, int32_t first,
+                                            int32_t last, int32_t by);
+KVQ_API kvq_status kvq_sequence_table_clear(kvq_sequence_table* table);
+
+/// The positions of an id, ascending. Writes at most `capacity` of them; count gets the number of all.
+/// positions may be NULL if capacity is 0.
+KVQ_API kvq_status kvq_sequence_table_positions(const kvq_sequence_table* table, int32_t id,
+                                                int32_t* positions, int32_t capacity, int32_t* count);
+/// The tokens of an id as a sequence, to be freed: a fork.
+KVQ_API kvq_status kvq_sequence_table_fork(const kvq_sequence_table* table, int32_t id, kvq_sequence** out);
+
+typedef struct kvq_table_usage {
+    size_t size;
+    size_t tokens;  // that are stored; those of pages that sequences share count once
+    size_t bytes;   // of the pages of the cache, and of positions
+    int32_t ids;
+    int32_t can_shift;  // 1: the cache has rotary
+} kvq_table_usage;
+KVQ_API kvq_status kvq_sequence_table_get_usage(const kvq_sequence_table* table, kvq_table_usage* usage);
+
+/// Writes the sequence of an id, or all of them. An open step ends first.
+KVQ_API kvq_status kvq_sequence_table_write(kvq_sequence_table* table, int32_t id, kvq_write write,
+                                            void* user);
+/// The bytes that kvq_sequence_table_write writes.
+KVQ_API kvq_status kvq_sequence_table_state_bytes(kvq_sequence_table* table, int32_t id, size_t* bytes);
+/// Replaces the sequence of an id, or all of them, by what was written. Needs the memory of both.
+KVQ_API kvq_status kvq_sequence_table_read(kvq_sequence_table* table, int32_t id, kvq_read read, void* user);
 
 // ---- statistics ------------------------------------------------------------------------------------------
 // Of the first tokens of a text, a few hundred: keys of mix4, low3 and low2 get channel widths from them, hi6

@@ -8,8 +8,6 @@
 
 namespace kvq::c {
 
-#if KVQ_HAS_JSON
-
 /// The bytes that a caller reads.
 struct caller_source {
     kvq_read read;
@@ -17,6 +15,8 @@ struct caller_source {
 
     std::size_t operator()(void* to, std::size_t bytes) const { return read(user, to, bytes); }
 };
+
+#if KVQ_HAS_JSON
 
 inline save_options to_save(const kvq_save_options* given) {
     const kvq_save_options o = read_optional(given, "options");

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <kvq/adapters/sequence_state.hpp>
 #include <kvq/format/find_format.hpp>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/kvq.hpp>
@@ -40,6 +41,25 @@ T init() {
     KVQ_INIT(s);
     return s;
 }
+
+/// Bytes that were written and are read again.
+struct stream {
+    std::vector<std::byte> bytes;
+    std::size_t at = 0;
+};
+const kvq_write write = [](void* to, const void* data, std::size_t n) -> std::int32_t {
+    const auto* const first = static_cast<const std::byte*>(data);
+    auto& all = static_cast<stream*>(to)->bytes;
+    all.insert(all.end(), first, first + n);
+    return 0;
+};
+const kvq_read read = [](void* from, void* to, std::size_t n) {
+    auto& all = *static_cast<stream*>(from);
+    n = std::min(n, all.bytes.size() - all.at);
+    std::memcpy(to, all.bytes.data() + all.at, n);
+    all.at += n;
+    return n;
+};
 
 /// [n][heads][channels] of some type, as both interfaces take it.
 template <class T>
@@ -676,23 +696,7 @@ TEST_CASE("saved in memory, sent page by page, stored by token ids, kept in a ri
     both.append(random, 350);
     kvq_sequence* back = nullptr;
 
-    struct stream {
-        std::vector<std::byte> bytes;
-        std::size_t at = 0;
-    } saved;
-    const kvq_write write = [](void* to, const void* data, std::size_t n) -> std::int32_t {
-        const auto* const first = static_cast<const std::byte*>(data);
-        auto& all = static_cast<stream*>(to)->bytes;
-        all.insert(all.end(), first, first + n);
-        return 0;
-    };
-    const kvq_read read = [](void* from, void* to, std::size_t n) {
-        auto& all = *static_cast<stream*>(from);
-        n = std::min(n, all.bytes.size() - all.at);
-        std::memcpy(to, all.bytes.data() + all.at, n);
-        all.at += n;
-        return n;
-    };
+    stream saved;
     const kvq_status status = kvq_sequence_save(both.c_sequence, nullptr, write, &saved);
     if (status != KVQ_ERROR_UNSUPPORTED) {
         OK(status);
@@ -828,6 +832,118 @@ TEST_CASE("saved in memory, sent page by page, stored by token ids, kept in a ri
     OK(kvq_ring_free(other));
     OK(kvq_ring_free(ring));
     OK(kvq_sequence_free(empty));
+}
+
+TEST_CASE(
+    "sequences by id: steps of several, shared, cut, moved, written and read, as the C++ table does it") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    twins both;
+    kvq_sequence_table* table = nullptr;
+    OK(kvq_sequence_table_create(both.c, 2, &table));
+    kvq::sequence_table cpp(*both.cpp, 2);
+    kvq_workspace* space = nullptr;
+    OK(kvq_workspace_create(nullptr, 0, &space));
+    kvq::workspace same_space;
+    auto options = init<kvq_attend_options>();
+    options.workspace = space;
+    OK(kvq_sequence_table_grow(table, 3));
+    OK(kvq_sequence_table_grow(table, 1));
+    cpp.grow(3);
+
+    const auto check_equal = [&] {
+        for (int id = 0; id < 3; ++id) {
+            std::int32_t positions[400] = {}, count = -1;
+            OK(kvq_sequence_table_positions(table, id, positions, 400, &count));
+            const auto held = cpp.positions(id);
+            CHECK(std::vector<std::int32_t>(positions, positions + count) ==
+                  std::vector<std::int32_t>(held.begin(), held.end()));
+            kvq_sequence* fork = nullptr;
+            OK(kvq_sequence_table_fork(table, id, &fork));
+            std::int32_t tokens = -1;
+            OK(kvq_sequence_tokens(fork, KVQ_ALL_LAYERS, &tokens));
+            CHECK(tokens == count);
+            if (count > 0) twins::check_equal(fork, *cpp.find(id));
+            OK(kvq_sequence_free(fork));
+        }
+        auto usage = init<kvq_table_usage>();
+        OK(kvq_sequence_table_get_usage(table, &usage));
+        CHECK(usage.tokens == cpp.distinct_tokens());
+        CHECK(usage.ids == 3);
+        CHECK(usage.can_shift == 1);
+    };
+    // Positions from `first` on, each token in all ids.
+    const auto step = [&](std::int32_t first, int n, const std::vector<std::int32_t>& ids,
+                          bool whole = true) {
+        std::vector<std::int32_t> positions;
+        for (int i = 0; i < n; ++i) positions.push_back(first + i);
+        const std::vector<std::int32_t> counts(static_cast<std::size_t>(n), static_cast<int>(ids.size()));
+        const std::vector<const std::int32_t*> all(static_cast<std::size_t>(n), ids.data());
+        auto batch = init<kvq_token_batch>();
+        batch.tokens = n;
+        batch.positions = positions.data();
+        batch.id_counts = counts.data();
+        batch.ids = all.data();
+        OK(kvq_sequence_table_begin(table, &batch, q_heads, &options));
+        cpp.begin({n, positions.data(), counts.data(), all.data()}, q_heads, 1, same_space);
+        for (int layer = 0; layer < (whole ? layers : 1); ++layer) {
+            rows<float> k(random, n, kv_heads, dim), v(random, n, kv_heads, value_dim),
+                q(random, n, q_heads, dim), out(n, q_heads, value_dim), same(n, q_heads, value_dim);
+            const kvq_tensor ck = k.c(), cv = v.c(), cq = q.c(), co = out.c();
+            OK(kvq_sequence_table_prefill(table, layer, &ck, &cv, &cq, &co, &options));
+            cpp.prefill(layer, k.view(), v.view(), q.view(), same.view(), kvq::causal{},
+                        kvq::serial_executor{}, same_space);
+            CHECK(out.x == same.x);
+        }
+        if (whole) {
+            OK(kvq_sequence_table_end(table));
+            cpp.end();
+        }
+    };
+    step(0, 150, {0, 1});
+    step(150, 20, {1});
+    step(150, 9, {0});
+    check_equal();
+    step(170, 5, {1}, false);
+    CHECK(kvq_sequence_table_end(table) == KVQ_ERROR_ARGUMENT);
+    CHECK_THROWS_AS(cpp.end(), kvq::error);
+    step(170, 5, {1}, false);
+    OK(kvq_sequence_table_take_back(table));
+    cpp.take_back();
+    check_equal();
+    OK(kvq_sequence_table_copy(table, 1, 2, 0, -1));
+    cpp.copy(1, 2, 0, -1);
+    OK(kvq_sequence_table_remove(table, 0, 40, 90));
+    cpp.remove(0, 40, 90);
+    OK(kvq_sequence_table_shift(table, 0, 90, -1, -50));
+    cpp.shift(0, 90, -1, -50);
+    check_equal();
+    step(109, 3, {0});
+
+    stream saved;
+    OK(kvq_sequence_table_write(table, 0, write, &saved));
+    std::size_t bytes = 0;
+    OK(kvq_sequence_table_state_bytes(table, 0, &bytes));
+    CHECK(bytes == saved.bytes.size());
+    CHECK(bytes == kvq::state_bytes(cpp, 0));
+    OK(kvq_sequence_table_keep(table, 1));
+    cpp.keep(1);
+    check_equal();
+    stream half = saved, again = saved;
+    half.bytes.resize(bytes / 2);
+    CHECK(kvq_sequence_table_read(table, 2, read, &half) == KVQ_ERROR_DATA);
+    check_equal();
+    OK(kvq_sequence_table_read(table, 2, read, &again));
+    kvq::read_state(
+        cpp, [&](void* to, std::size_t n) { return read(&saved, to, n); }, 2);
+    check_equal();
+    CHECK(kvq_sequence_table_remove(table, 7, 0, 1) == KVQ_ERROR_ARGUMENT);
+    OK(kvq_sequence_table_clear(table));
+    cpp.clear();
+    check_equal();
+    OK(kvq_sequence_table_free(table));
+    OK(kvq_workspace_free(space));
 }
 
 TEST_CASE("keys made from statistics, formats per layer, formats that a cache is given later") {

@@ -94,6 +94,7 @@ struct fixture {
     kvq_receiver *receiver = nullptr, *made_receiver = nullptr;
     kvq_prefix_cache *store = nullptr, *made_store = nullptr;
     kvq_ring *ring = nullptr, *made_ring = nullptr;
+    kvq_sequence_table *table = nullptr, *made_table = nullptr;
     kvq_cache* made_cache = nullptr;
     rows k{100, kv_heads}, v{100, kv_heads}, q{4, q_heads}, out{4, q_heads}, page_values{32, kv_heads};
     kvq_cache_options options = usual_options();
@@ -128,6 +129,7 @@ struct fixture {
         auto r = init<kvq_ring_options>();
         r.window = 64;
         REQUIRE(kvq_ring_create(s, &r, &ring) == KVQ_OK);
+        REQUIRE(kvq_sequence_table_create(cache, 4, &table) == KVQ_OK);
         REQUIRE(kvq_sequence_get_pages(s, 0, pages, 32, &n) == KVQ_OK);
         const auto keep = [](void* to, const void* data, std::size_t size) -> std::int32_t {
             const auto* const first = static_cast<const std::byte*>(data);
@@ -146,6 +148,7 @@ struct fixture {
         for (kvq_receiver* x : {receiver, made_receiver}) kvq_receiver_free(x);
         for (kvq_prefix_cache* x : {store, made_store}) kvq_prefix_cache_free(x);
         for (kvq_ring* x : {ring, made_ring}) kvq_ring_free(x);
+        for (kvq_sequence_table* x : {table, made_table}) kvq_sequence_table_free(x);
         for (kvq_cache* x : {cache, other_cache, made_cache}) kvq_cache_free(x);
     }
 
@@ -175,11 +178,12 @@ std::set<std::string> called;
 /// Freed handles of every kind.
 struct freed_handles {
     std::tuple<kvq_cache*, kvq_sequence*, kvq_format*, kvq_statistics*, kvq_workspace*, kvq_executor*,
-               kvq_receiver*, kvq_prefix_cache*, kvq_ring*>
+               kvq_receiver*, kvq_prefix_cache*, kvq_ring*, kvq_sequence_table*>
         all;
     freed_handles() {
         fixture f;
-        all = {f.cache, f.s, f.format, f.statistics, f.workspace, f.executor, f.receiver, f.store, f.ring};
+        all = {f.cache,    f.s,        f.format, f.statistics, f.workspace,
+               f.executor, f.receiver, f.store,  f.ring,       f.table};
     }
     template <class P>
     P of() const {
@@ -192,7 +196,7 @@ concept opaque = (std::is_same_v<T, kvq_cache> || std::is_same_v<T, kvq_sequence
                   std::is_same_v<T, kvq_format> || std::is_same_v<T, kvq_statistics> ||
                   std::is_same_v<T, kvq_workspace> || std::is_same_v<T, kvq_executor> ||
                   std::is_same_v<T, kvq_receiver> || std::is_same_v<T, kvq_prefix_cache> ||
-                  std::is_same_v<T, kvq_ring>);
+                  std::is_same_v<T, kvq_ring> || std::is_same_v<T, kvq_sequence_table>);
 
 /// Calls f with one bad pointer in turn: NULL, and for handles one that was freed and one of another kind.
 /// optional: parameters that may be NULL.
@@ -393,6 +397,31 @@ TEST_CASE(
     REFUSES(kvq_ring_trim, MAY_BE_NULL(), f.ring, std::int64_t{90});
     REFUSES(kvq_ring_tokens, MAY_BE_NULL(2, 3), f.ring, 0, &f.n64, &f.m64);
     REFUSES(kvq_ring_held, MAY_BE_NULL(), f.ring, &f.made);
+    const std::int32_t position = 0, zero = 0;
+    const std::int32_t* const of_zero = &zero;
+    auto batch = init<kvq_token_batch>();
+    batch.tokens = 1;
+    batch.positions = &position;
+    batch.ids = &of_zero;
+    auto table_usage = init<kvq_table_usage>();
+    REFUSES(kvq_sequence_table_create, MAY_BE_NULL(), f.cache, 2, &f.made_table);
+    REFUSES(kvq_sequence_table_free, MAY_BE_NULL(0), f.table);
+    REFUSES(kvq_sequence_table_grow, MAY_BE_NULL(), f.table, 8);
+    REFUSES(kvq_sequence_table_begin, MAY_BE_NULL(), f.table, &batch, q_heads, &with_workspace);
+    REFUSES(kvq_sequence_table_prefill, MAY_BE_NULL(6), f.table, 0, &f.k.t, &f.v.t, &f.q.t, &f.out.t, usual);
+    REFUSES(kvq_sequence_table_end, MAY_BE_NULL(), f.table);
+    REFUSES(kvq_sequence_table_take_back, MAY_BE_NULL(), f.table);
+    REFUSES(kvq_sequence_table_remove, MAY_BE_NULL(), f.table, 0, 0, 1);
+    REFUSES(kvq_sequence_table_copy, MAY_BE_NULL(), f.table, 0, 1, 0, 1);
+    REFUSES(kvq_sequence_table_keep, MAY_BE_NULL(), f.table, 0);
+    REFUSES(kvq_sequence_table_shift, MAY_BE_NULL(), f.table, 0, 0, 1, 1);
+    REFUSES(kvq_sequence_table_clear, MAY_BE_NULL(), f.table);
+    REFUSES(kvq_sequence_table_positions, MAY_BE_NULL(), f.table, 0, f.ids, 100, &f.n);
+    REFUSES(kvq_sequence_table_fork, MAY_BE_NULL(), f.table, 0, &f.made);
+    REFUSES(kvq_sequence_table_get_usage, MAY_BE_NULL(), f.table, &table_usage);
+    REFUSES(kvq_sequence_table_write, MAY_BE_NULL(3), f.table, 0, &take_all, none);
+    REFUSES(kvq_sequence_table_state_bytes, MAY_BE_NULL(), f.table, 0, &f.bytes);
+    REFUSES(kvq_sequence_table_read, MAY_BE_NULL(3), f.table, 0, &read_nothing, none);
     REFUSES(kvq_statistics_create, MAY_BE_NULL(), layers, kv_heads, dim, 0, &f.made_statistics);
     REFUSES(kvq_statistics_free, MAY_BE_NULL(0), f.statistics);
     REFUSES(kvq_statistics_add_keys, MAY_BE_NULL(), f.statistics, 0, &f.k.t);

@@ -23,6 +23,10 @@ KVQ_FUNC sequence_table::sequence_table(cache& of, int ids)
 
 KVQ_FUNC sequence_table::~sequence_table() = default;
 
+KVQ_FUNC void sequence_table::grow(int n) {
+    if (n > ids()) held_.resize(static_cast<std::size_t>(n));
+}
+
 KVQ_FUNC int sequence_table::tokens(int id) const {
     const entry* const e = at(id).get();
     return e ? static_cast<int>(e->positions.size()) : 0;

@@ -47,6 +47,8 @@ public:
 
     cache& storage() const noexcept { return *cache_; }
     int ids() const noexcept { return static_cast<int>(held_.size()); }
+    /// There are ids 0 to n - 1 now; n < ids(): nothing changes.
+    void grow(int n);
     /// Keys can move: copies of parts, removal from the middle and shifts are possible.
     bool can_shift() const noexcept { return cache_->rotations().known() && !cache_->state_layout(); }
 

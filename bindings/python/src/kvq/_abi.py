@@ -287,6 +287,15 @@ class kvq_ring_options(Struct):
                 ("reserved", c_int32), ("first_token", c_int64)]
 
 
+class kvq_token_batch(Struct):
+    _fields_ = [("size", c_size_t), ("positions", POINTER(c_int32)), ("id_counts", POINTER(c_int32)),
+                ("ids", POINTER(c_int32)), ("tokens", c_int32), ("reserved", c_int32)]
+
+
+class kvq_table_usage(Struct):
+    _fields_ = [("size", c_size_t), ("tokens", c_size_t), ("bytes", c_size_t), ("ids", c_int32), ("can_shift", c_int32)]
+
+
 # Arguments of the functions that return a status.
 FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_workspace_create": [POINTER(kvq_allocator), c_size_t, POINTER(handle)],
@@ -403,6 +412,25 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_ring_trim": [handle, c_int64],
     "kvq_ring_tokens": [handle, c_int32, POINTER(c_int64), POINTER(c_int64)],
     "kvq_ring_held": [handle, POINTER(handle)],
+    "kvq_sequence_table_create": [handle, c_int32, POINTER(handle)],
+    "kvq_sequence_table_free": [handle],
+    "kvq_sequence_table_grow": [handle, c_int32],
+    "kvq_sequence_table_begin": [handle, POINTER(kvq_token_batch), c_int32, POINTER(kvq_attend_options)],
+    "kvq_sequence_table_prefill": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor), POINTER(kvq_tensor),
+        POINTER(kvq_tensor), POINTER(kvq_attend_options)],
+    "kvq_sequence_table_end": [handle],
+    "kvq_sequence_table_take_back": [handle],
+    "kvq_sequence_table_remove": [handle, c_int32, c_int32, c_int32],
+    "kvq_sequence_table_copy": [handle, c_int32, c_int32, c_int32, c_int32],
+    "kvq_sequence_table_keep": [handle, c_int32],
+    "kvq_sequence_table_shift": [handle, c_int32, c_int32, c_int32, c_int32],
+    "kvq_sequence_table_clear": [handle],
+    "kvq_sequence_table_positions": [handle, c_int32, POINTER(c_int32), c_int32, POINTER(c_int32)],
+    "kvq_sequence_table_fork": [handle, c_int32, POINTER(handle)],
+    "kvq_sequence_table_get_usage": [handle, POINTER(kvq_table_usage)],
+    "kvq_sequence_table_write": [handle, c_int32, write_function, c_void_p],
+    "kvq_sequence_table_state_bytes": [handle, c_int32, POINTER(c_size_t)],
+    "kvq_sequence_table_read": [handle, c_int32, read_function, c_void_p],
     "kvq_statistics_create": [c_int32, c_int32, c_int32, c_int32, POINTER(handle)],
     "kvq_statistics_free": [handle],
     "kvq_statistics_add_keys": [handle, c_int32, POINTER(kvq_tensor)],

@@ -105,6 +105,11 @@ pub struct kvq_ring {
     _private: [u8; 0],
 }
 
+#[repr(C)]
+pub struct kvq_sequence_table {
+    _private: [u8; 0],
+}
+
 pub type kvq_task = Option<unsafe extern "C" fn(task_data: *mut c_void, index: i32)>;
 pub type kvq_write = Option<unsafe extern "C" fn(user: *mut c_void, data: *const c_void, bytes: usize) -> i32>;
 pub type kvq_read = Option<unsafe extern "C" fn(user: *mut c_void, to: *mut c_void, bytes: usize) -> usize>;
@@ -631,6 +636,27 @@ pub struct kvq_ring_options {
     pub first_token: i64,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_token_batch {
+    pub size: usize,
+    pub positions: *const i32,
+    pub id_counts: *const i32,
+    pub ids: *const *const i32,
+    pub tokens: i32,
+    pub reserved: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct kvq_table_usage {
+    pub size: usize,
+    pub tokens: usize,
+    pub bytes: usize,
+    pub ids: i32,
+    pub can_shift: i32,
+}
+
 extern "C" {
     pub fn kvq_last_error() -> *const c_char;
     pub fn kvq_status_name(status: kvq_status) -> *const c_char;
@@ -794,6 +820,33 @@ extern "C" {
     pub fn kvq_ring_trim(ring: *mut kvq_ring, tokens: i64) -> kvq_status;
     pub fn kvq_ring_tokens(ring: *const kvq_ring, layer: i32, tokens: *mut i64, first_token: *mut i64) -> kvq_status;
     pub fn kvq_ring_held(ring: *const kvq_ring, out: *mut *mut kvq_sequence) -> kvq_status;
+    pub fn kvq_sequence_table_create(cache: *mut kvq_cache, ids: i32, out: *mut *mut kvq_sequence_table) -> kvq_status;
+    pub fn kvq_sequence_table_free(table: *mut kvq_sequence_table) -> kvq_status;
+    pub fn kvq_sequence_table_grow(table: *mut kvq_sequence_table, ids: i32) -> kvq_status;
+    pub fn kvq_sequence_table_begin(table: *mut kvq_sequence_table, batch: *const kvq_token_batch, q_heads: i32,
+        options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_sequence_table_prefill(table: *mut kvq_sequence_table, layer: i32, k: *const kvq_tensor,
+        v: *const kvq_tensor, q: *const kvq_tensor, out: *const kvq_tensor, options: *const kvq_attend_options) ->
+        kvq_status;
+    pub fn kvq_sequence_table_end(table: *mut kvq_sequence_table) -> kvq_status;
+    pub fn kvq_sequence_table_take_back(table: *mut kvq_sequence_table) -> kvq_status;
+    pub fn kvq_sequence_table_remove(table: *mut kvq_sequence_table, id: i32, first: i32, last: i32) -> kvq_status;
+    pub fn kvq_sequence_table_copy(table: *mut kvq_sequence_table, from: i32, to: i32, first: i32, last: i32) ->
+        kvq_status;
+    pub fn kvq_sequence_table_keep(table: *mut kvq_sequence_table, id: i32) -> kvq_status;
+    pub fn kvq_sequence_table_shift(table: *mut kvq_sequence_table, id: i32, first: i32, last: i32, by: i32) ->
+        kvq_status;
+    pub fn kvq_sequence_table_clear(table: *mut kvq_sequence_table) -> kvq_status;
+    pub fn kvq_sequence_table_positions(table: *const kvq_sequence_table, id: i32, positions: *mut i32, capacity: i32,
+        count: *mut i32) -> kvq_status;
+    pub fn kvq_sequence_table_fork(table: *const kvq_sequence_table, id: i32, out: *mut *mut kvq_sequence) ->
+        kvq_status;
+    pub fn kvq_sequence_table_get_usage(table: *const kvq_sequence_table, usage: *mut kvq_table_usage) -> kvq_status;
+    pub fn kvq_sequence_table_write(table: *mut kvq_sequence_table, id: i32, write: kvq_write, user: *mut c_void) ->
+        kvq_status;
+    pub fn kvq_sequence_table_state_bytes(table: *mut kvq_sequence_table, id: i32, bytes: *mut usize) -> kvq_status;
+    pub fn kvq_sequence_table_read(table: *mut kvq_sequence_table, id: i32, read: kvq_read, user: *mut c_void) ->
+        kvq_status;
     pub fn kvq_statistics_create(layers: i32, kv_heads: i32, head_dim: i32, products: i32,
         out: *mut *mut kvq_statistics) -> kvq_status;
     pub fn kvq_statistics_free(statistics: *mut kvq_statistics) -> kvq_status;

@@ -86,6 +86,8 @@ fn layouts() {
     layout!(lines, kvq_prefix_cache_statistics: size, fetches, tokens_saved, stored, duplicates, rejections, replaced,
         evictions, entries, bytes);
     layout!(lines, kvq_ring_options: size, window, slack, sinks_in_cache, reserved, first_token);
+    layout!(lines, kvq_token_batch: size, positions, id_counts, ids, tokens, reserved);
+    layout!(lines, kvq_table_usage: size, tokens, bytes, ids, can_shift);
     constants!(lines, KVQ_OK, KVQ_ERROR_ARGUMENT, KVQ_ERROR_HANDLE, KVQ_ERROR_STRUCT, KVQ_ERROR_MEMORY, KVQ_ERROR_DATA,
         KVQ_ERROR_CALLBACK, KVQ_ERROR_UNSUPPORTED, KVQ_ERROR_INTERNAL, KVQ_KEY, KVQ_VALUE, KVQ_FP32, KVQ_FP16, KVQ_BF16,
         KVQ_CAUSAL, KVQ_BIDIRECTIONAL, KVQ_CROSS, KVQ_PAGE_NONE, KVQ_PAGE_SOME, KVQ_PAGE_ALL, KVQ_HALF_SPLIT,
