@@ -52,7 +52,7 @@ def _compile(folder, settings):
     """Compiles the library into a folder: its file."""
     options = [f"-D{key[len('cmake.define.'):]}={value}" for key, value in settings.items() if key.startswith("cmake.define.")]
     build, out = os.path.join(folder, "build"), os.path.join(folder, "out")
-    subprocess.check_call(["cmake", "-S", HERE, "-B", build, "-DCMAKE_BUILD_TYPE=Release", *options])
+    subprocess.check_call(["cmake", "-S", HERE, "-B", build, "-DCMAKE_BUILD_TYPE=" + os.environ.get("CMAKE_BUILD_TYPE", "Release"), *options])
     subprocess.check_call(["cmake", "--build", build, "--parallel", str(os.cpu_count() or 1)])
     subprocess.check_call(["cmake", "--install", build, "--prefix", out, "--strip"])
     return next(path for path in (pathlib.Path(out) / "kvq").iterdir() if path.suffix in (".so", ".dylib", ".dll"))

@@ -20,7 +20,10 @@ fn build(sources: &Path) -> String {
     let formats = env::var("KVQ_LIBRARY_FORMATS").unwrap_or_else(|_| "all".into());
     let mut configure = Command::new("cmake");
     configure.arg("-S").arg(sources).args(["-B", &folder]);
-    configure.args(["-DCMAKE_BUILD_TYPE=Release", "-DKVQ_LIBRARY=ON"]);
+    let kind = env::var("CMAKE_BUILD_TYPE").unwrap_or_else(|_| "Release".into());
+    configure
+        .arg(format!("-DCMAKE_BUILD_TYPE={}", kind))
+        .arg("-DKVQ_LIBRARY=ON");
     for option in ["TESTS", "EXAMPLES", "BENCH", "INSTALL"] {
         configure.arg(format!("-DKVQ_{}=OFF", option));
     }
