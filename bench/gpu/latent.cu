@@ -4,8 +4,8 @@
 //   latent [--json] [--quick]
 //
 // 16 heads (tensor parallel 8) and 128, batches of one length, pages of 128 tokens (kivi-4-g64 and bf16: 64)
-// in random order. Latents are normal numbers, quantized on the device; rotary channels are fp16. "bf16":
-// this library's kernel on pages of 16-bit values, the baseline of the factors. GB/s: bytes of pages;
+// in random order. Latents are normal numbers, quantized on the device; rotary channels are fp16, those of
+// mla-656 bf16. "bf16": this library's kernel on pages of 16-bit values, the baseline of the factors. GB/s: bytes of pages;
 // TFLOP/s: 2 (576 + 512) per head and token. Error: of some rows, against double on the dequantized latents.
 #include <kvq/cuda/latent/latent.cuh>
 #include <kvq/cuda/quantize/pages.cuh>
@@ -49,6 +49,26 @@ struct latent_pages : bench::shuffled_pages<Pair> {
         if constexpr (full_precision<typename Pair::keys>) {
             if constexpr (std::is_same_v<typename Pair::keys::value_type, bfloat16>)
                 round_to_bfloat16<<<1024, 256>>>(reinterpret_cast<std::uint16_t*>(memory), this->bytes / 2);
+        } else if constexpr (cuda::detail::token_record_scheme<typename Pair::keys>) {
+            // Some pages are quantized, and all others are copies of them.
+            constexpr std::size_t few = 64;
+            using source_pair = cuda::latent_pair<full<float16>, dim, 0, value_dim, Pair::page_tokens>;
+            std::byte* const source = on_device<std::byte>(few * source_pair::key_block_bytes);
+            bench::fill_normal(source, few * source_pair::key_block_bytes, 3);
+            std::vector<int> numbers(few);
+            std::iota(numbers.begin(), numbers.end(), 0);
+            int* const all = bench::on_device(numbers);
+            cuda::cache_ref<source_pair> from;
+            from.key_pages = source;
+            from.key_page_bytes = source_pair::key_block_bytes;
+            from.kv_heads = 1;
+            bench::check(
+                cuda::requantize_pages(from, this->ref, all, all, static_cast<int>(few), nullptr, nullptr));
+            for (std::size_t i = few; i < this->count; i += few)
+                place_blocks<<<static_cast<unsigned>(std::min(few, this->count - i)), 256>>>(
+                    memory, Pair::key_block_bytes, memory + i * Pair::key_block_bytes, Pair::key_block_bytes);
+            BENCH_OK(cudaDeviceSynchronize());
+            for (void* p : {static_cast<void*>(source), static_cast<void*>(all)}) cudaFree(p);
         } else {
             // Some pages are quantized, and all others are copies of them.
             constexpr int few = 64;
@@ -205,5 +225,6 @@ int main(int argc, char** argv) {
         time_format<pair<typename kivi<4, 64>::keys, 64>>("kivi-4-g64", c, json, baseline);
         time_format<pair<typename std4::keys, 128>>("std4", c, json, baseline);
         time_format<pair<int8, 128>>("int8", c, json, baseline);
+        time_format<pair<records_of<record_layout_number("mla-656")>, 64>>("mla-656", c, json, baseline);
     }
 }

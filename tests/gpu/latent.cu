@@ -226,6 +226,10 @@ template <class Scheme, int PageTokens>
     std::printf("%s: relative error %.2g\n", name, worst);
 }
 
+/// Records of other systems: attention, and the bytes of the CPU.
+template <class Pair>
+[[maybe_unused]] void check_records(const char* name);
+
 /// Tokens in any order, and in a row: the bytes of the CPU in both blocks.
 template <class Pair>
 [[maybe_unused]] void check_store(const char* name) {
@@ -250,10 +254,11 @@ template <class Pair>
     for (std::size_t p = 0; p < 3; ++p) {
         std::byte* const block = &want[p * Pair::key_block_bytes];
         keys{}.quantize({tensor::key, page, first}, {0, 0}, &left[p * page * first], block);
-        full<float16>{}.quantize({tensor::key, page, dim - first}, {0, 0}, &right[p * page * (dim - first)],
-                                 block + Pair::second_block);
+        if constexpr (first < dim)
+            full<float16>{}.quantize({tensor::key, page, dim - first}, {0, 0},
+                                     &right[p * page * (dim - first)], block + Pair::second_block);
     }
-    test::device_buffer<std::byte> memory(want.size());
+    test::device_buffer<std::byte> memory(std::vector<std::byte>(want.size()));
     const test::device_buffer<float16> x_device(x);
     const test::device_buffer<long long> mapping(slots);
     cuda::cache_ref<Pair> ref;
@@ -264,6 +269,17 @@ template <class Pair>
         ref, {x_device.get(), n, 1, dim}, {nullptr, 0, 1, Pair::value_dim}, mapping.get(), nullptr, nullptr);
     CHECK(s, "%s: %s", name, s.message);
     CHECK(memory.download() == want, "%s: stored tokens have other bytes than the CPU's", name);
+}
+
+template <class Pair>
+void check_records(const char* name) {
+    using window = cuda::latent_pair<full<float16>, Pair::head_dim, 0, Pair::value_dim, Pair::page_tokens>;
+    test::rng r(static_cast<unsigned>(Pair::page_tokens + Pair::head_dim));
+    double worst = 0.0;
+    check_case<float16, Pair, window, false>(r, {.recent = 40, .lengths = {200, 0, 65}, .holes = true}, name,
+                                             &worst);
+    std::printf("%s: relative error %.2g\n", name, worst);
+    check_store<Pair>(name);
 }
 
 [[maybe_unused]] void check_refusals() {  // of the first part
@@ -315,6 +331,12 @@ int main() {
                  cuda::latent_pair<full<bfloat16>, 40, 8, 40, 12>>("affine-4, few channels");
 #endif
 #if PART == 0
+    check_records<cuda::latent_pair<records_of<record_layout_number("mla-656")>, 512, 64, 512, 64>>(
+        "mla-656");
+    check_records<cuda::latent_pair<records_of<record_layout_number("mla-584")>, 448, 64, 512, 32>>(
+        "mla-584");
+    check_records<cuda::latent_pair<records_of<record_layout_number("mla-528")>, 512, 0, 512, 16>>("mla-528");
+    check_records<cuda::latent_pair<records_of<record_layout_number("mla-288")>, 512, 0, 512, 64>>("mla-288");
     check_codec<typename std4::keys, 128>("std4, few channels");
     check_codec<typename kivi<3, 32>::keys, 32>("kivi-3-g32, pages of 32");
     check_codec<affine<5, per_token<96>>, 96>("affine-5-g96, pages of 96");
@@ -327,6 +349,7 @@ int main() {
     check_codec<typename hi6::keys, 128>("hi6, few channels");
     check_codec<affine<1, per_token<32>>, 64>("affine-1-g32, few channels");
 #elif PART == 2
+    check_format<v3<records_of<record_layout_number("mla-656")>, 64>, v3<full<bfloat16>, 64>>("mla-656");
     check_format<v3<full<bfloat16>, 64>, v3<full<bfloat16>, 64>>("bf16");
     check_format<cuda::latent_pair<typename kivi<2, 32>::keys, 448, 64, 512, 32>,
                  cuda::latent_pair<full<float16>, 448, 64, 512, 32>>("kivi-2-g32, V4");

@@ -177,6 +177,11 @@ void poison_tokens(const kvq::block_shape& s, std::byte* block, int used) {
             const int row = l.row_bytes(s.dim), scales = l.scales_behind(s.dim);
             std::memset(block + t * row, 0xff, static_cast<std::size_t>(row));
             std::memset(block + s.tokens * row + t * scales, 0xff, static_cast<std::size_t>(scales));
+        } else if constexpr (kvq::cuda::detail::token_record_scheme<S>) {
+            constexpr kvq::record_layout l = S::fixed_layout();
+            const int row = l.row_bytes(s.dim), scales = l.bytes_behind(s.dim);
+            std::memset(block + t * row, 0xff, static_cast<std::size_t>(row));
+            std::memset(block + s.tokens * row + t * scales, 0xff, static_cast<std::size_t>(scales));
         } else if constexpr (kvq::codec_of<S>().content == kvq::block_content::own) {
             continue;  // nobody knows where their scales are
         } else if constexpr (kvq::full_precision<S>) {

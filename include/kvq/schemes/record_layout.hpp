@@ -82,6 +82,9 @@ struct record_layout {
     KVQ_HD KVQ_NO_COPY constexpr int bytes_behind(int dim) const noexcept {
         return behind ? scales_bytes(dim) : 0;
     }
+    KVQ_HD KVQ_NO_COPY constexpr int token_bytes(int dim) const noexcept {
+        return row_bytes(dim) + bytes_behind(dim) * (biased() ? 2 : 1);
+    }
 };
 
 /// All of them: find_format() has these names.

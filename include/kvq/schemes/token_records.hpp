@@ -33,12 +33,10 @@ struct token_records {
     /// Layouts of one name are one layout.
     std::uint64_t fingerprint() const noexcept { return 0; }
 
-    std::size_t block_bytes(const block_shape& s) const noexcept {
+    KVQ_HD constexpr std::size_t block_bytes(const block_shape& s) const noexcept {
         const auto tokens = static_cast<std::size_t>(s.tokens);
-        const record_layout& l = layout_;
-        const int of_token = l.row_bytes(s.dim) + l.bytes_behind(s.dim) * (l.biased() ? 2 : 1);
-        return detail::round_up(tokens * static_cast<std::size_t>(of_token),
-                                static_cast<std::size_t>(l.page_multiple));
+        return detail::round_up(tokens * static_cast<std::size_t>(layout_.token_bytes(s.dim)),
+                                static_cast<std::size_t>(layout_.page_multiple));
     }
     /// Raises std::invalid_argument unless the layout has this head_dim.
     void check(const cache_shape& shape, tensor role) const {
@@ -57,137 +55,57 @@ struct token_records {
                            std::byte* block) const {
         std::memset(block, 0, block_bytes(s));
         std::uint32_t not_finite = 0;
-        each_group(s, block,
-                   [&](int first, int n, std::byte* row, int at, std::byte* scale, std::byte* bias) {
-                       not_finite += quantize_group(values + first, n, row, at, scale, bias);
-                   });
-        const int scaled = layout_.scaled_channels(s.dim);
-        for (int t = 0; t < s.tokens; ++t)
-            for (int c = 0; c < layout_.wide; ++c) {
-                const float x = values[std::ptrdiff_t{t} * s.dim + scaled + c];
-                not_finite += !detail::is_finite(x);
-                detail::store_as(wide_at(s, block, t, c), bfloat16(limited(x)).bits);
-            }
+        const int n = layout_.group_of(s.dim), scaled = layout_.scaled_channels(s.dim);
+        for (int t = 0; t < s.tokens; ++t) {
+            const float* const x = values + std::ptrdiff_t{t} * s.dim;
+            for (int g = 0; g < layout_.groups(s.dim); ++g)
+                not_finite += quantize_group(s, x + g * n, block, t, g);
+            not_finite += store_wide(s, x + scaled, block, t);
+        }
         return not_finite;
     }
     void dequantize(const block_shape& s, const block_id&, const std::byte* block, float* values) const {
-        each_group(s, block,
-                   [&](int first, int n, const std::byte* row, int at, const std::byte* scale,
-                       const std::byte* bias) {
-                       const float step = stored_scale(scale), add = layout_.biased() ? half(bias) : 0.0f;
-                       for (int i = 0; i < n; ++i) {
-                           const float x = rounded_product(number_of(code_at(row, at + i)), step);
-                           values[first + i] = layout_.biased() ? x + add : x;
-                       }
-                   });
-        const int scaled = layout_.scaled_channels(s.dim);
-        for (int t = 0; t < s.tokens; ++t)
-            for (int c = 0; c < layout_.wide; ++c)
-                values[std::ptrdiff_t{t} * s.dim + scaled + c] =
-                    bfloat16::to_float(detail::load_as<std::uint16_t>(wide_at(s, block, t, c)));
-    }
-
-private:
-    using number = record_layout::number;
-    using stored = record_layout::stored;
-    using rule = record_layout::rule;
-
-    /// f(first value, channels, row of the token, first channel in it, scale, bias)
-    template <class Byte, class F>
-    void each_group(const block_shape& s, Byte* block, F f) const {
         const record_layout& l = layout_;
-        const int n = l.group_of(s.dim), groups = l.groups(s.dim), row = l.row_bytes(s.dim);
-        Byte* const behind = block + std::ptrdiff_t{s.tokens} * row;
-        for (int t = 0; t < s.tokens; ++t) {
-            Byte* const numbers = block + std::ptrdiff_t{t} * row;
-            Byte* const scales = l.behind ? behind + std::ptrdiff_t{t} * l.bytes_behind(s.dim)
-                                          : numbers + l.number_bytes(s.dim);
-            for (int g = 0; g < groups; ++g) {
-                Byte* scale = scales + g * l.scale_bytes();
-                if (l.in_turns) {
-                    const int first = t / 4 * 4, turns = detail::smaller(4, s.tokens - first);
-                    scale = behind + std::ptrdiff_t{first} * l.bytes_behind(s.dim) + g * turns + (t - first);
-                }
-                f(t * s.dim + g * n, n, numbers, g * n, scale,
-                  l.biased() ? scale + std::ptrdiff_t{s.tokens} * l.bytes_behind(s.dim) : scale);
+        const int n = l.group_of(s.dim), scaled = l.scaled_channels(s.dim);
+        for (int t = 0; t < s.tokens; ++t, values += s.dim) {
+            const std::byte* const row = block + std::ptrdiff_t{t} * l.row_bytes(s.dim);
+            for (int g = 0; g < l.groups(s.dim); ++g) {
+                const grid of(*this, s, block, t, g);
+                for (int i = 0; i < n; ++i)
+                    values[g * n + i] = of.value(number_of(code_at(row, g * n + i)), l.biased());
             }
+            for (int c = 0; c < l.wide; ++c)
+                values[scaled + c] =
+                    bfloat16::to_float(detail::load_as<std::uint16_t>(wide_at(s, block, t, c)));
         }
     }
-    template <class Byte>
-    Byte* wide_at(const block_shape& s, Byte* block, int token, int channel) const {
-        const int row = layout_.row_bytes(s.dim);
-        return block + std::ptrdiff_t{token} * row + (row - 2 * (layout_.wide - channel));
-    }
 
-    /// Numbers whose products with a scale, rounded up, are finite.
-    static float limited(float x) noexcept {
-        return x != x ? 0.0f : detail::smaller(detail::larger(x, -0x1p126f), 0x1p126f);
-    }
-    static float half(const std::byte* from) noexcept {
-        return float16::to_float(detail::load_as<std::uint16_t>(from));
-    }
-    static void put_half(std::byte* to, float x) noexcept {
-        constexpr float most = float16::max_finite;
-        detail::store_as(to, float16(detail::smaller(detail::larger(x, -most), most)).bits);
-    }
-
-    /// Codes lie one behind the other, from the lowest bit of a byte on.
-    unsigned code_at(const std::byte* row, int i) const noexcept {
-        const int bit = i * layout_.bits, rest = bit % 8;
-        unsigned bits = static_cast<unsigned>(row[bit / 8]) >> rest;
-        if (rest + layout_.bits > 8) bits |= static_cast<unsigned>(row[bit / 8 + 1]) << (8 - rest);
-        return bits & ((1u << layout_.bits) - 1u);
-    }
-    void put_code(std::byte* row, int i, unsigned code) const noexcept {
-        const int bit = i * layout_.bits, rest = bit % 8;
-        const auto add = [&](int at, unsigned bits) {
-            row[at] = static_cast<std::byte>(static_cast<unsigned>(row[at]) | bits);
-        };
-        add(bit / 8, code << rest & 255u);
-        if (rest + layout_.bits > 8) add(bit / 8 + 1, code >> (8 - rest));
-    }
-    float number_of(unsigned code) const noexcept {
-        const auto bits = static_cast<std::uint8_t>(code);
-        switch (layout_.numbers) {
-            case number::e4m3:
-                return e4m3::to_float(bits);
-            case number::e2m1:
-                return e2m1::to_float(bits);
-            case number::int8:
-                return static_cast<float>(static_cast<std::int8_t>(bits));
-            default:
-                return static_cast<float>(code);
-        }
-    }
-    float most() const noexcept {
-        return layout_.numbers == number::e4m3   ? e4m3::max_finite
-               : layout_.numbers == number::e2m1 ? e2m1::max_finite
-                                                 : 127.0f;
-    }
-    float stored_scale(const std::byte* from) const noexcept {
-        switch (layout_.scale) {
-            case stored::fp32:
-                return detail::load_as<float>(from);
-            case stored::fp16:
-                return half(from);
-            case stored::e4m3:
-                return e4m3::to_float(static_cast<std::uint8_t>(*from));
-            default:
-                return e8m0::to_float(static_cast<std::uint8_t>(*from));
-        }
-    }
-    /// 2^ceil(log2(x)) of a positive normal number.
-    static float power_above(float x) noexcept {
-        const auto bits = detail::bit_cast<std::uint32_t>(x);
-        return detail::bit_cast<float>((bits + 0x7fffffu) & 0x7f800000u);
-    }
-
-    std::uint32_t quantize_group(const float* x, int n, std::byte* row, int at, std::byte* scale,
-                                 std::byte* bias) const {
+    /// One number, as dequantize() gives it: what kernels of a GPU read (cuda/layout/cache_ref.cuh).
+    KVQ_HD KVQ_INLINE float device_value(const block_shape& s, const std::byte* block, int token,
+                                         int channel) const noexcept {
         const record_layout& l = layout_;
+        const int scaled = l.scaled_channels(s.dim);
+        if (channel >= scaled)
+            return bfloat16::to_float(
+                detail::load_as<std::uint16_t>(wide_at(s, block, token, channel - scaled)));
+        const grid of(*this, s, block, token, channel / l.group_of(s.dim));
+        return of.value(number_of(code_at(block + std::ptrdiff_t{token} * l.row_bytes(s.dim), channel)),
+                        l.biased());
+    }
+
+    /// Writes the channels of group `group` of a token, x[0] being the first of them. Returns how many were
+    /// not finite.
+    template <class X>
+    KVQ_HD KVQ_INLINE std::uint32_t quantize_group(const block_shape& s, const X& x, std::byte* block,
+                                                   int token, int group) const {
+        const record_layout& l = layout_;
+        const int n = l.group_of(s.dim);
+        std::byte* const scale = scale_at(s, block, token, group);
         const detail::row_range range(x, n);
+        code_writer codes(block + std::ptrdiff_t{token} * l.row_bytes(s.dim) + group * n * l.bits / 8,
+                          l.bits);
         if (l.biased()) {
-            quantize_between(range, x, n, row, at, scale, bias);
+            quantize_between(range, x, n, codes, scale, bias_at(s, scale));
             return range.not_finite;
         }
         float step = 0.0f;
@@ -206,14 +124,149 @@ private:
             *scale = std::byte{e8m0(step).bits};
         step = stored_scale(scale);
         const float inverse = detail::inverse_or_zero(step);
-        for (int i = 0; i < n && step > 0.0f; ++i) {
-            const float y = limited(x[i]), q = l.fit == rule::by_inverse ? rounded_product(y, inverse)
-                                                                         : detail::rounded_quotient(y, step);
-            put_code(row, at + i, code_of(q));
+        for (int i = 0; i < n; ++i) {
+            const float y = limited(x[i]);
+            codes.put(!(step > 0.0f)              ? 0
+                      : l.fit == rule::by_inverse ? code_of(rounded_product(y, inverse))
+                                                  : code_of(detail::rounded_quotient(y, step)));
         }
         return range.not_finite;
     }
-    unsigned code_of(float q) const noexcept {
+    /// Writes the wide channels of a token, and what pads its scales.
+    template <class X>
+    KVQ_HD KVQ_INLINE std::uint32_t store_wide(const block_shape& s, const X& x, std::byte* block,
+                                               int token) const {
+        std::uint32_t not_finite = 0;
+        for (int c = 0; c < layout_.wide; ++c) {
+            not_finite += !detail::is_finite(x[c]);
+            detail::store_as(wide_at(s, block, token, c), bfloat16(limited(x[c])).bits);
+        }
+        for (int i = 0; i < layout_.padding; ++i)
+            scale_at(s, block, token, layout_.groups(s.dim))[i] = std::byte{0};
+        return not_finite;
+    }
+
+protected:
+    KVQ_HD KVQ_INLINE static constexpr token_records of(const record_layout& layout) {
+        return {layout, nullptr};
+    }
+
+private:
+    KVQ_HD KVQ_INLINE constexpr token_records(const record_layout& layout, std::nullptr_t)
+        : layout_(layout) {}
+
+    using number = record_layout::number;
+    using stored = record_layout::stored;
+    using rule = record_layout::rule;
+
+    template <class Byte>
+    KVQ_HD KVQ_INLINE Byte* scale_at(const block_shape& s, Byte* block, int token, int group) const noexcept {
+        const record_layout& l = layout_;
+        const int row = l.row_bytes(s.dim);
+        if (!l.behind)
+            return block + std::ptrdiff_t{token} * row + l.number_bytes(s.dim) + group * l.scale_bytes();
+        Byte* const behind = block + std::ptrdiff_t{s.tokens} * row;
+        if (!l.in_turns)
+            return behind + std::ptrdiff_t{token} * l.bytes_behind(s.dim) + group * l.scale_bytes();
+        const int first = token / 4 * 4, turns = detail::smaller(4, s.tokens - first);
+        return behind + std::ptrdiff_t{first} * l.bytes_behind(s.dim) + group * turns + (token - first);
+    }
+    template <class Byte>
+    KVQ_HD KVQ_INLINE Byte* bias_at(const block_shape& s, Byte* scale) const noexcept {
+        return scale + std::ptrdiff_t{s.tokens} * layout_.bytes_behind(s.dim);
+    }
+    /// What numbers of a group stand for.
+    struct grid {
+        float step, add = 0.0f;
+
+        KVQ_HD KVQ_INLINE grid(const token_records& r, const block_shape& s, const std::byte* block,
+                               int token, int group) noexcept {
+            const std::byte* const scale = r.scale_at(s, block, token, group);
+            step = r.stored_scale(scale);
+            if (r.layout_.biased()) add = half(r.bias_at(s, scale));
+        }
+        KVQ_HD KVQ_INLINE float value(float number, bool biased) const noexcept {
+            const float x = rounded_product(number, step);
+            return biased ? x + add : x;
+        }
+    };
+    template <class Byte>
+    KVQ_HD KVQ_INLINE Byte* wide_at(const block_shape& s, Byte* block, int token, int channel) const {
+        const int row = layout_.row_bytes(s.dim);
+        return block + std::ptrdiff_t{token} * row + (row - 2 * (layout_.wide - channel));
+    }
+
+    /// Numbers whose products with a scale, rounded up, are finite.
+    KVQ_HD KVQ_INLINE static float limited(float x) noexcept {
+        return x != x ? 0.0f : detail::smaller(detail::larger(x, -0x1p126f), 0x1p126f);
+    }
+    KVQ_HD KVQ_INLINE static float half(const std::byte* from) noexcept {
+        return float16::to_float(detail::load_as<std::uint16_t>(from));
+    }
+    KVQ_HD KVQ_INLINE static void put_half(std::byte* to, float x) noexcept {
+        constexpr float most = float16::max_finite;
+        detail::store_as(to, float16(detail::smaller(detail::larger(x, -most), most)).bits);
+    }
+
+    /// Codes lie one behind the other, from the lowest bit of a byte on.
+    KVQ_HD KVQ_INLINE unsigned code_at(const std::byte* row, int i) const noexcept {
+        const int bit = i * layout_.bits, rest = bit % 8;
+        unsigned bits = static_cast<unsigned>(row[bit / 8]) >> rest;
+        if (rest + layout_.bits > 8) bits |= static_cast<unsigned>(row[bit / 8 + 1]) << (8 - rest);
+        return bits & ((1u << layout_.bits) - 1u);
+    }
+    /// The codes of a group, which are whole bytes.
+    class code_writer {
+    public:
+        KVQ_HD KVQ_INLINE code_writer(std::byte* to, int bits) noexcept : to_(to), bits_(bits) {}
+        KVQ_HD KVQ_INLINE void put(unsigned code) noexcept {
+            waiting_ |= code << filled_;
+            for (filled_ += bits_; filled_ >= 8; filled_ -= 8, waiting_ >>= 8)
+                *to_++ = static_cast<std::byte>(waiting_ & 255u);
+        }
+
+    private:
+        std::byte* to_;
+        int bits_, filled_ = 0;
+        unsigned waiting_ = 0;
+    };
+    KVQ_HD KVQ_INLINE float number_of(unsigned code) const noexcept {
+        const auto bits = static_cast<std::uint8_t>(code);
+        switch (layout_.numbers) {
+            case number::e4m3:
+                return e4m3::to_float(bits);
+            case number::e2m1:
+                return e2m1::to_float(bits);
+            case number::int8:
+                return static_cast<float>(static_cast<std::int8_t>(bits));
+            default:
+                return static_cast<float>(code);
+        }
+    }
+    KVQ_HD KVQ_INLINE float most() const noexcept {
+        return layout_.numbers == number::e4m3   ? e4m3::max_finite
+               : layout_.numbers == number::e2m1 ? e2m1::max_finite
+                                                 : 127.0f;
+    }
+    KVQ_HD KVQ_INLINE float stored_scale(const std::byte* from) const noexcept {
+        switch (layout_.scale) {
+            case stored::fp32:
+                return detail::load_as<float>(from);
+            case stored::fp16:
+                return half(from);
+            case stored::e4m3:
+                return e4m3::to_float(static_cast<std::uint8_t>(*from));
+            default:
+                return e8m0::to_float(static_cast<std::uint8_t>(*from));
+        }
+    }
+    /// 2^ceil(log2(x)) of a positive normal number.
+    KVQ_HD KVQ_INLINE static float power_above(float x) noexcept {
+        const auto bits = detail::bit_cast<std::uint32_t>(x);
+        return detail::bit_cast<float>((bits + 0x7fffffu) & 0x7f800000u);
+    }
+
+    KVQ_HD KVQ_INLINE unsigned code_of(float q) const noexcept {
         switch (layout_.numbers) {
             case number::e4m3:
                 return e4m3::from_float(q);
@@ -225,8 +278,9 @@ private:
         }
     }
     /// MLX's rule.
-    void quantize_between(const detail::row_range& range, const float* x, int n, std::byte* row, int at,
-                          std::byte* scale, std::byte* bias) const {
+    template <class X>
+    KVQ_HD KVQ_INLINE void quantize_between(const detail::row_range& range, const X& x, int n,
+                                            code_writer& codes, std::byte* scale, std::byte* bias) const {
         const auto top = static_cast<float>((1u << layout_.bits) - 1u);
         const float low = limited(range.low), high = limited(range.high);
         const bool from_low = (low < 0.0f ? -low : low) > (high < 0.0f ? -high : high);
@@ -239,11 +293,11 @@ private:
         put_half(bias, start);
         for (int i = 0; i < n; ++i) {
             const float q = nearest(detail::rounded_quotient(limited(x[i]) - start, step));
-            put_code(row, at + i, static_cast<unsigned>(q > 0.0f ? detail::smaller(q, top) : 0.0f));
+            codes.put(static_cast<unsigned>(q > 0.0f ? detail::smaller(q, top) : 0.0f));
         }
     }
     /// Nearest integer, ties to even.
-    static float nearest(float q) noexcept {
+    KVQ_HD KVQ_INLINE static float nearest(float q) noexcept {
         const float magnitude = q < 0.0f ? -q : q;
         if (!(magnitude < 0x1p22f)) return q;
         const auto rounded = static_cast<float>(detail::round_half_even(magnitude));
@@ -254,5 +308,35 @@ private:
 };
 
 static_assert(key_scheme<token_records> && value_scheme<token_records>);
+
+/// The number of the layout of a name in record_layouts. Raises as record_layout_named.
+constexpr int record_layout_number(const char* name) {
+    const record_layout& named = record_layout_named(name);
+    int number = 0;
+    while (&record_layouts[number] != &named) ++number;
+    return number;
+}
+/// The same where the type says which layout, number `Layout` of record_layouts: for kernels of a GPU.
+template <int Layout>
+struct records_of : token_records {
+    static constexpr record_layout known = record_layouts[Layout];
+
+    constexpr records_of() : token_records(record_layouts[Layout]) {}
+
+    KVQ_HD KVQ_INLINE static constexpr record_layout fixed_layout() noexcept {
+        return {nullptr,       known.head_dim,      known.numbers, known.bits,   known.channels,
+                known.scale,   known.fit,           known.least,   known.behind, known.wide,
+                known.padding, known.page_multiple, known.in_turns};
+    }
+    /// The same scheme, of which compilers of kernels know the layout.
+    KVQ_HD KVQ_INLINE static constexpr token_records fixed() noexcept { return of(fixed_layout()); }
+    KVQ_HD KVQ_INLINE static constexpr std::size_t block_bytes(const block_shape& s) noexcept {
+        return fixed().block_bytes(s);
+    }
+    KVQ_HD KVQ_INLINE static float device_value(const block_shape& s, const std::byte* block, int token,
+                                                int channel) noexcept {
+        return fixed().device_value(s, block, token, channel);
+    }
+};
 
 }}  // namespace kvq

@@ -159,19 +159,21 @@ struct row_range {
     float largest = 0.0f;           ///< of the largest magnitude, the first one of several
     std::uint32_t not_finite = 0;
 
-    KVQ_HD KVQ_INLINE row_range(const float* x, int n) {
+    /// X: float*, or what gives number i of a row by [i].
+    template <class X>
+    KVQ_HD KVQ_INLINE row_range(const X& x, int n) {
         bool none = true;
         float magnitude = 0.0f;
         for (int i = 0; i < n; ++i) {
-            const float size = x[i] < 0.0f ? -x[i] : x[i];
+            const float v = x[i], size = v < 0.0f ? -v : v;
             if (!is_finite(size)) {
                 ++not_finite;
                 continue;
             }
-            low = none || x[i] < low ? x[i] : low;
-            high = none || x[i] > high ? x[i] : high;
+            low = none || v < low ? v : low;
+            high = none || v > high ? v : high;
             none = false;
-            if (size > magnitude) magnitude = size, largest = x[i];
+            if (size > magnitude) magnitude = size, largest = v;
         }
     }
     KVQ_HD KVQ_INLINE float magnitude() const { return largest < 0.0f ? -largest : largest; }

@@ -50,7 +50,8 @@ enum class meeting { none, shuffle, vote, warp, product, block };
 struct async_copy {
     std::byte* to;
     const void* from;
-    std::size_t bytes;  // the others of 16 are zeros
+    std::size_t bytes;  // the others are zeros
+    std::size_t size = 16;
 };
 
 /// Copies of a thread that are under way, in groups.
@@ -66,7 +67,7 @@ public:
                 const async_copy& c = copies_[finished_];
                 std::byte piece[16] = {};
                 if (c.bytes != 0) std::memcpy(piece, c.from, c.bytes);
-                std::memcpy(c.to, piece, sizeof piece);
+                std::memcpy(c.to, piece, c.size);
             }
         }
         if (none()) {

@@ -336,6 +336,11 @@ inline void copy_async(std::uint32_t to, const void* from, std::uint32_t bytes =
         emulated::fail("an asynchronous copy from an address that is no multiple of 16");
     emulated::thread->copies.add({at_shared(to, 16), from, bytes});
 }
+inline void copy_word_async(std::uint32_t to, const void* from, std::uint32_t bytes = 4) {
+    if (bytes != 0 && reinterpret_cast<std::uintptr_t>(from) % 4 != 0)
+        emulated::fail("an asynchronous copy from an address that is no multiple of 4");
+    emulated::thread->copies.add({at_shared(to, 4), from, bytes, 4});
+}
 inline void wait_at_barrier(int number, int threads) { emulated::wait_at_barrier(number, threads); }
 inline void copy_commit() { emulated::thread->copies.end_group(); }
 template <int Pending>

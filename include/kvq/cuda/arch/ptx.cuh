@@ -363,6 +363,10 @@ __device__ __forceinline__ void copy_async(std::uint32_t to, const void* from, s
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
+/// 4 bytes, or zeros where `bytes` is 0.
+__device__ __forceinline__ void copy_word_async(std::uint32_t to, const void* from, std::uint32_t bytes = 4) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
 /// Waits until so many threads of the block, whole warps, stand at the barrier of this number;
 /// __syncthreads() is number 0.
 __device__ __forceinline__ void wait_at_barrier(int number, int threads) {

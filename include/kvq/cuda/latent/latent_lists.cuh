@@ -6,13 +6,14 @@
 // Every query token has two lists, `selected` and `window`; all of its heads read the tokens of both. A tile
 // is 64 tokens of the lists; four warps have 16 of them each, look them up in the table and read their words
 // alone, so that time goes with the lists and not with the context. What a token costs is pieces of 64 bytes,
-// in which memory is read: its words lie beside those of up to 15 other tokens of its page. Of 512 latent and
-// 64 rotary channels, in bytes:
+// in which memory is read: its words lie beside those of up to 15 other tokens of its page, but for records
+// of other systems (latent_records.cuh). Of 512 latent and 64 rotary channels, in bytes:
 //
 //                               in its page    pages of 16 tokens or more    pages of 4 tokens
 //   affine-4-g128, 4 bits               400                          6600                 1600
 //   int8                                644                         10300                 2600
 //   bf16                               1152                         18400                 4600
+//   mla-656                             656                           700                  700
 //
 // Formats with parameters per channel are read one number at a time: a token of a page would cost the
 // parameters of all channels.
@@ -30,6 +31,10 @@ namespace detail {
 /// Why a tile is not made of single tokens of such pages; null: it is.
 template <class Pair>
 inline constexpr const char* no_listed_tiles = []() -> const char* {
+    if constexpr (token_record_scheme<typename Pair::keys>)
+        return Pair::value_dim % 64 != 0 || Pair::head_dim > 576
+                   ? "value channels are no multiple of 64, or there are more than 576 channels"
+                   : no_record_tiles(Pair::keys::fixed_layout(), Pair::head_dim, 32);
     constexpr codec_spec c = codec<typename Pair::first_pair::keys>;
     if (Pair::first_channels % 64 != 0 || Pair::second_channels % 64 != 0 || Pair::value_dim % 64 != 0)
         return "latent, rotary or value channels are not multiples of 64";
@@ -144,34 +149,9 @@ struct listed_rows {
             }
         });
     }
-    /// Stores all octets; the first ones have been asked for. to: of the first token and channel.
-    __device__ __forceinline__ void store(std::uint32_t to, int row, int lane) {
-        static_for<kvq::detail::ceil_div(steps, held)>([&](auto round) {
-            constexpr int first = decltype(round)::value * held;
-            if constexpr (first > 0) fetch<first>(lane);
-            static_for<held>([&](auto number) {
-                constexpr int i = decltype(number)::value;
-                if constexpr (first + i < steps) {
-                    const place_of_lane at((first + i) * 32 + lane);
-                    std::uint32_t x[4];
-                    halves(x, word[i], at);
-                    if (__shfl_sync(0xffffffffu, static_cast<int>(own), at.token) != 0)
-                        store_shared_16(to + octet_offset<latent_tile>(row + at.token, at.octet),
-                                        {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
-                                         __uint_as_float(x[3])});
-                }
-            });
-        });
-    }
-
-private:
-    struct place_of_lane {
-        int token, octet;
-        __device__ __forceinline__ explicit place_of_lane(int i) : token(i / octets), octet(i % octets) {}
-    };
     /// As cell_batch computes x^.
     __device__ __forceinline__ void halves(std::uint32_t (&x)[4], const std::uint32_t (&w)[octet_words],
-                                           [[maybe_unused]] const place_of_lane& at) const {
+                                           [[maybe_unused]] int token, [[maybe_unused]] int octet) const {
         if constexpr (full) {
 #pragma unroll
             for (int k = 0; k < 4; ++k)
@@ -181,12 +161,12 @@ private:
                     x[k] = pack_halves<float16>(unpack_half<typename S::value_type, 0>(w[k]),
                                                 unpack_half<typename S::value_type, 1>(w[k]));
         } else {
-            const int g = at.octet * 8 / group;
+            const int g = octet * 8 / group;
             std::uint32_t both = 0, low = 0;
 #pragma unroll
             for (int i = 0; i < sets; ++i) {
                 const half_parameters h = parameters[i].halves();
-                const int from = g % 2 * 16 + at.token;
+                const int from = g % 2 * 16 + token;
                 const std::uint32_t own_both = h.scale | static_cast<std::uint32_t>(h.bias) << 16,
                                     other = __shfl_sync(0xffffffffu, own_both, from);
                 if (g / 2 == i) both = other;
@@ -222,6 +202,52 @@ private:
             }
         }
     }
+
+private:
+    struct place_of_lane {
+        int token, octet;
+        __device__ __forceinline__ explicit place_of_lane(int i) : token(i / octets), octet(i % octets) {}
+    };
+};
+
+/// Stores all octets; the first ones have been asked for. to: of the first token and channel.
+template <class Rows>
+__device__ __forceinline__ void store_listed(Rows& rows, std::uint32_t to, int row, int lane) {
+    static_for<kvq::detail::ceil_div(Rows::steps, Rows::held)>([&](auto round) {
+        constexpr int first = decltype(round)::value * Rows::held;
+        if constexpr (first > 0) rows.template fetch<first>(lane);
+        static_for<Rows::held>([&](auto number) {
+            constexpr int i = decltype(number)::value;
+            if constexpr (first + i < Rows::steps) {
+                const int at = (first + i) * 32 + lane, token = at / Rows::octets, octet = at % Rows::octets;
+                std::uint32_t x[4];
+                rows.halves(x, rows.word[i], token, octet);
+                if (__shfl_sync(0xffffffffu, static_cast<int>(rows.own), token) != 0)
+                    store_shared_16(to + octet_offset<latent_tile>(row + token, octet),
+                                    {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
+                                     __uint_as_float(x[3])});
+            }
+        });
+    });
+}
+
+/// What reads the first channels of a token, and the others, if there are others.
+template <class Pair, int Words>
+struct listed_parts {
+    static constexpr bool two = Pair::second_channels > 0;
+    static constexpr int first_channels = Pair::first_channels;
+    using first = listed_rows<typename Pair::first_pair, first_channels, 0, Words>;
+    using second =
+        listed_rows<typename Pair::second_pair, two ? Pair::second_channels : 64, Pair::second_block, Words>;
+};
+template <class Pair, int Words>
+requires token_record_scheme<typename Pair::keys>
+struct listed_parts<Pair, Words> {
+    using reader = record_reader<typename Pair::keys, Pair::head_dim, Pair::page_tokens>;
+    static constexpr bool two = reader::wide > 0;
+    static constexpr int first_channels = reader::scaled;
+    using first = listed_records<Pair, false, Words>;
+    using second = listed_records<Pair, true, Words>;
 };
 
 /// As latent_producer, of listed tokens: a warp has 16 tokens of a tile.
@@ -236,7 +262,7 @@ struct latent_list_producer {
     template <int I>
     using pair_of = typename std::remove_cvref_t<decltype(get<I>(std::declval<Args>().parts))>::pair_type;
     template <int I>
-    using first_rows = listed_rows<typename pair_of<I>::first_pair, pair_of<I>::first_channels, 0, words>;
+    using rows_of = listed_parts<pair_of<I>, words>;
     const Args& args;
     std::uint32_t place;
     int producer, lane;
@@ -256,7 +282,7 @@ struct latent_list_producer {
         };
         listed_token now = pages.find(listed(p.from + own));
         int next = listed(p.from + own + step);
-        first_rows<0> rows;
+        typename rows_of<0>::first rows;
         int own_lane = lane;
         const auto fetch = [&] {
             if (!any<0>(now)) return;
@@ -301,24 +327,24 @@ private:
                    own_lane);
     }
     template <int I>
-    __device__ __forceinline__ void store(std::integral_constant<int, I>, first_rows<0>& rows,
+    __device__ __forceinline__ void store(std::integral_constant<int, I>, typename rows_of<0>::first& rows,
                                           const listed_token& token, std::uint32_t to, int own_lane) const {
-        using pair = pair_of<I>;
         if (!any<I>(token)) return;
         if constexpr (I == 0) {
-            rows.store(to, 16 * warp, own_lane);
+            store_listed(rows, to, 16 * warp, own_lane);
         } else {
-            first_rows<I> others;
+            typename rows_of<I>::first others;
             begin<I>(others, token, own_lane);
             others.fetch(own_lane);
-            others.store(to, 16 * warp, own_lane);
+            store_listed(others, to, 16 * warp, own_lane);
         }
-        if constexpr (pair::second_channels > 0) {
-            listed_rows<typename pair::second_pair, pair::second_channels, pair::second_block, words> second;
+        if constexpr (rows_of<I>::two) {
+            typename rows_of<I>::second second;
             begin<I>(second, token, own_lane);
             second.fetch(own_lane);
-            second.store(to + static_cast<std::uint32_t>(pair::first_channels * latent_tile * 2), 16 * warp,
-                         own_lane);
+            store_listed(second,
+                         to + static_cast<std::uint32_t>(rows_of<I>::first_channels * latent_tile * 2),
+                         16 * warp, own_lane);
         }
     }
     /// Zeros in rows of no token.

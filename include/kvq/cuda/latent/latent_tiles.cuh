@@ -13,7 +13,7 @@
 #pragma once
 
 #include "../arch/wgmma.cuh"
-#include "latent_shares.cuh"
+#include "latent_records.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -37,6 +37,8 @@ inline constexpr const char* no_latent_tiles = []() -> const char* {
     if (first % 64 != 0 || second % 64 != 0 || Pair::value_dim % 64 != 0)
         return "latent, rotary or value channels are not multiples of 64";
     if (Pair::head_dim > 576) return "there are more than 576 channels";
+    if constexpr (token_record_scheme<typename Pair::keys>)
+        return no_record_tiles(Pair::keys::fixed_layout(), first, Pair::page_tokens);
     if (codec<typename Pair::keys>.several_widths()) return "codes have several widths";
     if (codec<typename Pair::keys>.per_token && has_odd_groups(codec<typename Pair::keys>, first))
         return odd_groups;
@@ -91,7 +93,7 @@ template <class Pair, int Channels, std::size_t Behind>
 struct latent_units {
     using S = typename Pair::keys;
     using traits = word_traits<S>;
-    static constexpr bool full = full_precision<S>;
+    static constexpr bool full = full_precision<S>, records = token_record_scheme<S>;
     static constexpr block_shape shape = Pair::key_shape();
     static constexpr int page = Pair::page_tokens, dim = shape.dim;
     static constexpr int count = Channels / 64 * (full ? 2 : 1);
@@ -102,6 +104,8 @@ struct latent_units {
                                                  const latent_lane& own) {
         if constexpr (full)
             fetch_values(runs, unit, place(tile, unit), own);
+        else if constexpr (records)
+            record_units<Pair>::fetch(runs, unit, place(tile, unit), own.lane);
         else
             fetch_codes(runs, unit, place(tile, unit), own);
     }
@@ -114,7 +118,10 @@ struct latent_units {
             if (~shown != 0)
                 clear(place(tile, unit), static_cast<std::uint32_t>(shown >> unit % 2 * 32), own.lane);
         } else {
-            store_codes(runs, place(tile, unit), own);
+            if constexpr (records)
+                record_units<Pair>::store(unit, place(tile, unit), own.lane);
+            else
+                store_codes(runs, place(tile, unit), own);
             if (~shown != 0)
 #pragma unroll
                 for (int half = 0; half < 2; ++half)

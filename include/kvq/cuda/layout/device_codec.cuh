@@ -23,7 +23,7 @@
 #include "../../schemes/codec_spec.hpp"
 #include "../../schemes/full.hpp"
 #include "../../schemes/scheme.hpp"
-#include "../../schemes/token_rows.hpp"
+#include "../../schemes/token_records.hpp"
 #include "device_transform.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
@@ -184,11 +184,19 @@ concept read_by_numbers = own_content<S> && !requires {
     { s.device_value(shape, block, 0, 0) } -> std::same_as<float>;
 };
 
-/// Rows of tokens whose layout the type names (rows_of<>): they have kernels of their own.
+/// Rows and records of tokens whose layout the type names (rows_of<>, records_of<>): they have kernels of
+/// their own, records only as latents.
 template <class S>
 concept token_row_scheme = read_by_numbers<S> && requires {
-    S::fixed_layout();
+    { S::fixed_layout() } -> std::same_as<kvq::row_layout>;
 };
+template <class S>
+concept token_record_scheme = read_by_numbers<S> && requires {
+    { S::fixed_layout() } -> std::same_as<kvq::record_layout>;
+};
+/// Tokens have bytes of their own.
+template <class S>
+concept token_bytes_scheme = token_row_scheme<S> || token_record_scheme<S>;
 
 /// The scheme that quantizes T x, or S.
 template <class S>

@@ -2,8 +2,9 @@
 //
 //   key     x^[0, R + P)    R latent channels, then P rotary channels
 //   value   x^[0, V)
-//   block   of codes: | block of the scheme, R channels | block of fp16, P channels |    of 16-bit values:
-//           one block of R + P channels
+//   block   of codes: | block of the scheme, R channels | block of fp16, P channels |
+//           of 16-bit values, and of records of other systems (schemes/record_layout.hpp): one block of
+//           R + P channels
 //
 // There is one kv head, and there are no pages of values. Both blocks are ordinary blocks of keys
 // (docs/reference/format.md), so that what reads keys reads them. A cache_ref of such a pair has `key_pages`
@@ -45,6 +46,16 @@ template <class Pair, int First, int Count>
 inline constexpr block_shape stored_shape<tensor::key, some_channels<Pair, First, Count>> =
     shape_of<tensor::key, Pair>;
 
+/// Do blocks of S have this many channels?
+template <class S>
+constexpr bool holds_channels(int dim) noexcept {
+    if constexpr (token_record_scheme<S>) {
+        constexpr record_layout l = S::fixed_layout();
+        return (l.head_dim == 0 || l.head_dim == dim) && dim % l.group_of(dim) == l.wide % l.group_of(dim);
+    } else {
+        return true;
+    }
+}
 /// The same pages of keys, seen as blocks of another pair that lie `offset` bytes behind theirs.
 template <class To, class Pair>
 __device__ __forceinline__ cache_ref<To> keys_as(const cache_ref<Pair>& c, std::size_t offset) noexcept {
@@ -56,7 +67,7 @@ __device__ __forceinline__ cache_ref<To> keys_as(const cache_ref<Pair>& c, std::
 
 }  // namespace detail
 
-/// Scheme: of the latent channels; full<T>: of all channels. Latent, Rotary, Values: R, P and V.
+/// Scheme: of the latent channels; full<T>, records_of<>: of all channels. Latent, Rotary, Values: R, P, V.
 template <class Scheme, int Latent, int Rotary, int Values, int PageTokens>
 struct latent_pair {
     static_assert(device_scheme<Scheme>, "kvq::cuda::latent_pair: kernels do not read blocks of this scheme");
@@ -71,7 +82,10 @@ struct latent_pair {
     static constexpr int page_tokens = PageTokens;
 
     /// Channels of the first block, and of the second one.
-    static constexpr int first_channels = full_precision<Scheme> ? head_dim : Latent;
+    static constexpr int first_channels =
+        full_precision<Scheme> || detail::token_record_scheme<Scheme> ? head_dim : Latent;
+    static_assert(detail::holds_channels<Scheme>(first_channels),
+                  "kvq::cuda::latent_pair: these records have another number of channels");
     static constexpr int second_channels = head_dim - first_channels;
     using first_pair = detail::read_pair<block_pair<Scheme, Scheme, first_channels, PageTokens>>;
     using second_pair =

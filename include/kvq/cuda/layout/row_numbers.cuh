@@ -23,6 +23,13 @@ __device__ __forceinline__ float tensor_scale([[maybe_unused]] const cache_ref<P
         return 1.0f;
 }
 
+/// The lower (0) or upper (1) four bits of every byte, of e2m1, as numbers of e4m3 2^-6 as large.
+template <int Upper>
+__device__ __forceinline__ std::uint32_t e2m1_as_e4m3(std::uint32_t w) {
+    return Upper ? (w & 0x80808080u) | (w >> 2 & 0x1c1c1c1cu)
+                 : (w << 4 & 0x80808080u) | (w << 2 & 0x1c1c1c1cu);
+}
+
 /// Layout of the rows of S for kernels that read words of numbers.
 template <class S>
 struct row_reader {
@@ -55,19 +62,12 @@ struct row_reader {
             high = halves_of_e4m3<1>(bytes);
         }
     }
-    /// The lower and the upper four bits of every byte as numbers of 8 bits.
-    __device__ __forceinline__ static std::uint32_t lower(std::uint32_t w) {
-        return (w << 4 & 0x80808080u) | (w << 2 & 0x1c1c1c1cu);
-    }
-    __device__ __forceinline__ static std::uint32_t upper(std::uint32_t w) {
-        return (w & 0x80808080u) | (w >> 2 & 0x1c1c1c1cu);
-    }
     /// The half floats of a word of a row.
     __device__ __forceinline__ static void of_word(std::uint32_t word,
                                                    std::uint32_t (&to)[word_channels / 2]) {
         if constexpr (fours) {
-            of_bytes(lower(word), to[0], to[1]);
-            of_bytes(upper(word), to[2], to[3]);
+            of_bytes(e2m1_as_e4m3<0>(word), to[0], to[1]);
+            of_bytes(e2m1_as_e4m3<1>(word), to[2], to[3]);
         } else {
             of_bytes(word, to[0], to[1]);
         }

@@ -1,10 +1,12 @@
-// Quantizing to rows of tokens (schemes/token_rows.hpp) on the device, with the CPU's own function.
+// Quantizing to rows and records of tokens (schemes/token_rows.hpp, token_records.hpp) on the device, with
+// the CPU's own functions.
 //
-//   piece    the channels of a token that share a scale; where all tokens share one, up to 32 of them
+//   piece    the channels of a token that share a scale; where all tokens share one, up to 32 of them; the
+//            wide channels of a record
 //
 // A thread quantizes a piece. Layouts are constants here, so that only their own part of the function is
 // left.
-// Contract: the bytes of token_rows::quantize, padding included.
+// Contract: the bytes of the scheme's quantize(), padding included.
 #pragma once
 
 #include "row_numbers.cuh"
@@ -16,6 +18,10 @@ struct row_pieces {
     static constexpr int most = S::channels > 0 ? S::channels : token_rows::most_channels;
 
     KVQ_HD static constexpr int of(const block_shape& s) { return kvq::detail::ceil_div(s.dim, most); }
+    KVQ_HD static constexpr int token_bytes(const block_shape& s) {
+        constexpr kvq::row_layout layout = S::fixed_layout();
+        return layout.row_bytes(s.dim) + layout.scales_behind(s.dim);
+    }
 
     /// number(channel): of the token. Returns how many are not finite.
     template <class Number>
@@ -34,16 +40,44 @@ struct row_pieces {
     }
 };
 
+template <class S>
+requires token_record_scheme<S>
+struct row_pieces<S> {
+    KVQ_HD static constexpr int of(const block_shape& s) {
+        constexpr record_layout layout = S::fixed_layout();
+        return layout.groups(s.dim) + (layout.wide > 0);
+    }
+    KVQ_HD static constexpr int token_bytes(const block_shape& s) {
+        constexpr record_layout layout = S::fixed_layout();
+        return layout.token_bytes(s.dim);
+    }
+
+    template <class Number>
+    __device__ __forceinline__ static unsigned quantize(const S&, const block_shape& s, std::byte* block,
+                                                        int token, int piece, const Number& number) {
+        struct channels {
+            const Number& number;
+            int first;
+            __device__ __forceinline__ float operator[](int i) const { return number(first + i); }
+        };
+        constexpr record_layout layout = S::fixed_layout();
+        const int groups = layout.groups(s.dim);
+        if (layout.wide > 0 && piece == groups)
+            return S::fixed().store_wide(s, channels{number, layout.scaled_channels(s.dim)}, block, token);
+        return S::fixed().quantize_group(s, channels{number, piece * layout.group_of(s.dim)}, block, token,
+                                         piece);
+    }
+};
+
 /// A whole block, by all threads of a thread block. number(token, channel).
 template <int Threads, class S, class Number>
 __device__ __forceinline__ unsigned quantize_rows(const S& scheme, const block_shape& s, std::byte* block,
                                                   const Number& number) {
     using pieces = row_pieces<S>;
-    constexpr kvq::row_layout layout = S::fixed_layout();
     const int thread = static_cast<int>(threadIdx.x), count = s.tokens * pieces::of(s);
-    const auto used =
-        static_cast<std::size_t>(s.tokens * (layout.row_bytes(s.dim) + layout.scales_behind(s.dim)));
-    for (std::size_t i = used + threadIdx.x; i < scheme.block_bytes(s); i += Threads) block[i] = std::byte{0};
+    for (std::size_t i = static_cast<std::size_t>(s.tokens * pieces::token_bytes(s)) + threadIdx.x;
+         i < scheme.block_bytes(s); i += Threads)
+        block[i] = std::byte{0};
     unsigned not_finite = 0;
     for (int i = thread; i < count; i += Threads) {
         const int token = i % s.tokens;

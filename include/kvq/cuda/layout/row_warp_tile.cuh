@@ -279,8 +279,8 @@ private:
             uint4 v;
             const std::uint32_t joined = __byte_perm(a, b, low);
             if constexpr (reader::fours) {
-                reader::of_bytes(reader::lower(joined), v.x, v.z);
-                reader::of_bytes(reader::upper(joined), v.y, v.w);
+                reader::of_bytes(e2m1_as_e4m3<0>(joined), v.x, v.z);
+                reader::of_bytes(e2m1_as_e4m3<1>(joined), v.y, v.w);
             } else {
                 reader::of_bytes(joined, v.x, v.y);
                 reader::of_bytes(__byte_perm(a, b, 0x7362), v.z, v.w);

@@ -170,7 +170,7 @@ private:
                                               const piece_words& w) const {
         std::uint32_t bytes[2] = {w.word[0], w.word[words - 1]}, x[4];
         if constexpr (fours) {
-            const std::uint32_t even = reader::lower(w.word[0]), odd = reader::upper(w.word[0]);
+            const std::uint32_t even = e2m1_as_e4m3<0>(w.word[0]), odd = e2m1_as_e4m3<1>(w.word[0]);
             bytes[0] = __byte_perm(even, odd, 0x5140);
             bytes[1] = __byte_perm(even, odd, 0x7362);
         }
@@ -209,8 +209,8 @@ private:
             if constexpr (fours) {
                 const std::uint32_t joined =
                     __byte_perm(a * 0x10001u >> 4 * turn, b * 0x10001u >> 4 * turn, 0x5140);
-                reader::of_bytes(reader::lower(joined), two[0], two[2]);
-                reader::of_bytes(reader::upper(joined), two[1], two[3]);
+                reader::of_bytes(e2m1_as_e4m3<0>(joined), two[0], two[2]);
+                reader::of_bytes(e2m1_as_e4m3<1>(joined), two[1], two[3]);
             } else {
                 reader::of_bytes(__byte_perm(a, b, front), two[0], two[1]);
                 reader::of_bytes(__byte_perm(a, b, back), two[2], two[3]);

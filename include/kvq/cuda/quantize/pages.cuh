@@ -99,7 +99,7 @@ __device__ __forceinline__ unsigned requantize_tensor(const cache_ref<From>& sou
                                                       std::byte* shared) {
     using S = scheme_of<Role, To>;
     unsigned count = 0;
-    if constexpr (token_row_scheme<S>) {
+    if constexpr (token_bytes_scheme<S>) {
         constexpr block_shape shape = shape_of<Role, To>;
         count = quantize_rows<Threads>(
             own_scheme<Role>(target), shape, target.template block<Role>(to, head),

@@ -324,7 +324,7 @@ namespace detail {
 /// Do tokens have all that they need in their own bytes and those of others' codes?
 template <class S>
 inline constexpr bool takes_tokens = [] {
-    if constexpr (token_row_scheme<S>)
+    if constexpr (token_bytes_scheme<S>)
         return true;
     else
         return word_traits<S>::token_parameters;

@@ -1,6 +1,7 @@
-// New tokens into pages of rows of tokens (schemes/token_rows.hpp): a thread quantizes what shares a scale.
+// New tokens into pages of rows or records of tokens (schemes/token_rows.hpp, token_records.hpp): a thread
+// quantizes what shares a scale.
 //
-// Contract: the bytes of token_rows::quantize for these tokens; the other bytes of the page stay.
+// Contract: the bytes of the scheme's quantize() for these tokens; the other bytes of the page stay.
 #pragma once
 
 #include "../../core/token_view.hpp"
@@ -9,10 +10,10 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-/// Pairs whose keys and values are rows of tokens.
+/// Pairs whose keys and values, if they have any, are such.
 template <class Pair>
 inline constexpr bool stores_rows =
-    token_row_scheme<typename Pair::keys>&& token_row_scheme<typename Pair::values>;
+    token_bytes_scheme<typename Pair::keys>&& token_bytes_scheme<typename Pair::values>;
 
 inline constexpr int store_rows_threads = 128;
 
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(store_rows_threads)
     };
     if (blockIdx.y == 0)
         store(std::integral_constant<tensor, tensor::key>{}, k);
-    else
+    else if constexpr (has_values<Pair>)
         store(std::integral_constant<tensor, tensor::value>{}, v);
 }
 
@@ -48,10 +49,12 @@ template <class Pair, class T>
 status store_token_rows(const cache_ref<Pair>& cache, const token_view<const T>& k,
                         const token_view<const T>& v, const long long* mapping, unsigned* not_finite,
                         cudaStream_t stream) noexcept {
-    constexpr int most = kvq::detail::larger(row_pieces<typename Pair::keys>::of(Pair::key_shape()),
-                                             row_pieces<typename Pair::values>::of(Pair::value_shape()));
+    constexpr int of_keys = row_pieces<typename Pair::keys>::of(shape_of<tensor::key, Pair>),
+                  of_values = row_pieces<typename Pair::values>::of(shape_of<tensor::value, Pair>),
+                  most = has_values<Pair> ? kvq::detail::larger(of_keys, of_values) : of_keys;
     const long long threads = static_cast<long long>(k.tokens) * k.heads * most;
-    const dim3 grid(static_cast<unsigned>((threads + store_rows_threads - 1) / store_rows_threads), 2);
+    const dim3 grid(static_cast<unsigned>((threads + store_rows_threads - 1) / store_rows_threads),
+                    tensors_of<Pair>);
     return launch("launching store", overlap::no, store_rows_kernel<Pair, T>, grid, store_rows_threads, 0,
                   stream, cache, k, v, mapping, not_finite);
 }

@@ -1,0 +1,239 @@
+// Records of tokens (schemes/record_layout.hpp) as tiles of half floats: what latent_tiles.cuh and
+// latent_lists.cuh read where pages hold records.
+//
+//   vector   16 bytes of a record: 16 channels of 8 bits, 32 of 4 bits, 8 wide ones. A lane copies it to
+//            where the first of its octets is to stand in the tile, and the word with its scales to where the
+//            second one is; then it writes octets in their place. No lane writes what another one reads
+//
+// Contract: half floats are x^, number * scale in float, rounded once; wide channels are bf16, rounded to
+// half floats. A unit has 64 channels of 64 tokens; rows are multiples of 16 bytes.
+#pragma once
+
+#include "../layout/row_numbers.cuh"
+#include "latent_shares.cuh"
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
+
+/// Why records are not read as tiles; null: they are.
+constexpr const char* no_record_tiles(const record_layout& l, int dim, int page_tokens) noexcept {
+    using number = record_layout::number;
+    if (l.numbers != number::e4m3 && l.numbers != number::e2m1) return "numbers are integers";
+    if (l.in_turns) return "scales of several tokens take turns";
+    if (l.scaled_channels(dim) % 64 != 0 || l.wide % 64 != 0)
+        return "channels with and without a scale are not multiples of 64";
+    const int group = l.group_of(dim);
+    if (l.scale_bytes() == 4 ? group % 64 != 0
+                             : group % 8 != 0 || 64 % group != 0 || 64 / group * l.scale_bytes() > 4)
+        return "64 channels have more than 4 bytes of scales";
+    if (l.row_bytes(dim) % 16 != 0 || l.bytes_behind(dim) % 4 != 0)
+        return "rows of tokens are not a multiple of 16 bytes";
+    if (page_tokens != 16 && page_tokens % 32 != 0) return odd_pages;
+    return nullptr;
+}
+
+/// Numbers of the records of S, of Dim channels in pages of Page tokens.
+template <class S, int Dim, int Page>
+struct record_reader {
+    using stored = record_layout::stored;
+    static constexpr bool fours = S::fixed_layout().numbers == record_layout::number::e2m1;
+    static constexpr stored scale_kind = S::fixed_layout().scale;
+    static constexpr bool behind = S::fixed_layout().behind;
+    static constexpr int scaled = S::fixed_layout().scaled_channels(Dim), wide = Dim - scaled,
+                         group = S::fixed_layout().group_of(Dim),
+                         row_bytes = S::fixed_layout().row_bytes(Dim),
+                         bytes_behind = S::fixed_layout().bytes_behind(Dim),
+                         scale_bytes = S::fixed_layout().scale_bytes(), wide_at = row_bytes - 2 * wide,
+                         scales_at = behind ? Page * row_bytes : S::fixed_layout().number_bytes(Dim),
+                         scales_step = behind ? bytes_behind : row_bytes;
+    /// Octets of channels, and words of an octet.
+    static constexpr int octets = Dim / 8, scaled_octets = scaled / 8, octet_words = fours ? 1 : 2;
+
+    /// Where the word with the scale of an octet is, counted from the block, and which byte of it.
+    __device__ __forceinline__ static int scale_word(int token, int octet) {
+        return scales_at + token * scales_step + (octet * 8 / group * scale_bytes & ~3);
+    }
+    __device__ __forceinline__ static float scale_of(std::uint32_t word, int octet) {
+        if constexpr (scale_kind == stored::fp32) {
+            return __uint_as_float(word);
+        } else {
+            const auto code = static_cast<std::uint8_t>(word >> 8 * (octet * 8 / group % 4));
+            if constexpr (scale_kind == stored::e8m0)
+                return e8m0::to_float(code);
+            else
+                return unpack_half<float16, 0>(halves_of_e4m3<0>(code * 0x0101u));
+        }
+    }
+    /// The half floats of an octet with a scale.
+    __device__ __forceinline__ static void halves(std::uint32_t (&x)[4],
+                                                  const std::uint32_t (&words)[octet_words], float scale) {
+        if constexpr (fours) {
+            const std::uint32_t even = e2m1_as_e4m3<0>(words[0]), odd = e2m1_as_e4m3<1>(words[0]);
+            const std::uint32_t a[2] = {halves_of_e4m3<0>(even), halves_of_e4m3<1>(even)},
+                                b[2] = {halves_of_e4m3<0>(odd), halves_of_e4m3<1>(odd)};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) x[i] = __byte_perm(a[i / 2], b[i / 2], i % 2 == 0 ? 0x5410 : 0x7632);
+            scale *= 64.0f;
+        } else {
+            x[0] = halves_of_e4m3<0>(words[0]), x[1] = halves_of_e4m3<1>(words[0]);
+            x[2] = halves_of_e4m3<0>(words[1]), x[3] = halves_of_e4m3<1>(words[1]);
+        }
+#pragma unroll
+        for (std::uint32_t& two : x)
+            two = pack_halves<float16>(unpack_half<float16, 0>(two) * scale,
+                                       unpack_half<float16, 1>(two) * scale);
+    }
+    __device__ __forceinline__ static void wide_halves(std::uint32_t (&x)[4]) {
+#pragma unroll
+        for (std::uint32_t& two : x)
+            two = pack_halves<float16>(unpack_half<bfloat16, 0>(two), unpack_half<bfloat16, 1>(two));
+    }
+};
+
+/// The units of a tile. Pair: of the whole record.
+template <class Pair>
+struct record_units {
+    using reader = record_reader<typename Pair::keys, Pair::head_dim, Pair::page_tokens>;
+    static constexpr int scaled_units = reader::scaled / 64, count = Pair::head_dim / 64;
+    /// Vectors of a token in a unit.
+    static constexpr int vectors = reader::fours ? 2 : 4;
+
+    template <class Runs>
+    __device__ __forceinline__ static void fetch(const Runs& runs, int unit, std::uint32_t to, int lane) {
+        if (reader::wide == 0 || unit < scaled_units)
+            each_vector<vectors>(lane, [&](int first, int token, int octet) {
+                const std::byte* const block = runs.run[first / Runs::tokens].block;
+                const int in_page = token_of(runs, first, token);
+                const std::uint32_t bytes = runs.run[first / Runs::tokens].bytes;
+                copy_async(
+                    to + octet_offset<latent_tile>(token, octet),
+                    block + in_page * reader::row_bytes + (unit * 8 + octet) * (reader::octet_words * 4),
+                    bytes);
+                copy_word_async(to + octet_offset<latent_tile>(token, octet + 1),
+                                block + reader::scale_word(in_page, unit * 8 + octet), bytes);
+            });
+        else
+            each_vector<8>(lane, [&](int first, int token, int octet) {
+                const std::byte* const block = runs.run[first / Runs::tokens].block;
+                copy_async(to + octet_offset<latent_tile>(token, octet),
+                           block + token_of(runs, first, token) * reader::row_bytes + reader::wide_at +
+                               ((unit - scaled_units) * 8 + octet) * 16,
+                           runs.run[first / Runs::tokens].bytes);
+            });
+    }
+    __device__ __forceinline__ static void store(int unit, std::uint32_t to, int lane) {
+#ifndef EXP_UNROLL
+#define EXP_UNROLL 2
+#endif
+        // More at a time take more registers than producers have.
+        constexpr int unroll = EXP_UNROLL;
+        const auto write = [&](std::uint32_t at, const std::uint32_t(&x)[4]) {
+            store_shared_16(at, {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
+                                 __uint_as_float(x[3])});
+        };
+        if (reader::wide == 0 || unit < scaled_units)
+            each_vector<vectors, unroll>(lane, [&](int, int token, int octet) {
+                const uint4 v = load_shared_16(to + octet_offset<latent_tile>(token, octet));
+                const std::uint32_t scales = load_shared_4(to + octet_offset<latent_tile>(token, octet + 1));
+                const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+                static_for<8 / vectors>([&](auto number) {
+                    constexpr int i = decltype(number)::value;
+                    std::uint32_t own[reader::octet_words], x[4];
+#pragma unroll
+                    for (int k = 0; k < reader::octet_words; ++k) own[k] = words[i * reader::octet_words + k];
+                    reader::halves(x, own, reader::scale_of(scales, unit * 8 + octet + i));
+                    write(to + octet_offset<latent_tile>(token, octet + i), x);
+                });
+            });
+        else
+            each_vector<8, unroll>(lane, [&](int, int token, int octet) {
+                const std::uint32_t at = to + octet_offset<latent_tile>(token, octet);
+                const uint4 v = load_shared_16(at);
+                std::uint32_t x[4] = {v.x, v.y, v.z, v.w};
+                reader::wide_halves(x);
+                write(at, x);
+            });
+    }
+
+private:
+    /// f(a token of the run, token, first octet) of the vectors of a lane, `Count` for each token.
+    template <int Count, int Unroll = 2 * Count, class F>
+    __device__ __forceinline__ static void each_vector(int lane, const F& f) {
+        constexpr int step = 32 / Count;
+#pragma unroll Unroll
+        for (int i = 0; i < 2 * Count; ++i) f(i * step, i * step + lane / Count, lane % Count * (8 / Count));
+    }
+    template <class Runs>
+    __device__ __forceinline__ static int token_of(const Runs& runs, int first, int token) {
+        return runs.run[first / Runs::tokens].token + token - first / Runs::tokens * Runs::tokens;
+    }
+};
+
+/// As listed_rows (latent_lists.cuh), of the channels of records with a scale, or of the wide ones.
+template <class Pair, bool Wide, int Words>
+struct listed_records {
+    using reader = record_reader<typename Pair::keys, Pair::head_dim, Pair::page_tokens>;
+    static constexpr int octets = (Wide ? reader::wide : reader::scaled) / 8, steps = 16 * octets / 32,
+                         octet_words = Wide ? 4 : reader::octet_words,
+                         held = smaller(steps, larger(1, Words / octet_words)),
+                         scale_words =
+                             Wide ? 1 : ceil_div(reader::scaled / reader::group * reader::scale_bytes, 4),
+                         sets = ceil_div(scale_words, 2);
+
+    const std::byte* row;        // of the lane's token: lanes i and 16 + i have the same
+    bool own;                    // is the token of this part?
+    std::uint32_t scales[sets];  // every second word
+    std::uint32_t word[held][octet_words];
+
+    __device__ __forceinline__ void begin(const std::byte* block, int place, bool of_part, int lane) {
+        const int in_page = place % Pair::page_tokens;
+        row = block + in_page * reader::row_bytes + (Wide ? reader::wide_at : 0);
+        own = of_part;
+        if constexpr (!Wide)
+#pragma unroll
+            for (int i = 0; i < sets; ++i)
+                scales[i] = fetch_word(reinterpret_cast<const std::uint32_t*>(
+                    block + reader::scales_at + in_page * reader::scales_step +
+                    4 * smaller(2 * i + lane / 16, scale_words - 1)));
+    }
+    template <int First = 0>
+    __device__ __forceinline__ void fetch(int lane) {
+        static_for<held>([&](auto number) {
+            constexpr int i = decltype(number)::value;
+            if constexpr (First + i < steps) {
+                const int at = (First + i) * 32 + lane;
+                const auto* const from =
+                    reinterpret_cast<const std::uint32_t*>(
+                        __shfl_sync(0xffffffffu, reinterpret_cast<std::uintptr_t>(row), at / octets)) +
+                    at % octets * octet_words;
+                if constexpr (octet_words == 4) {
+                    const uint4 v = fetch_16(reinterpret_cast<const uint4*>(from));
+                    word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
+                } else if constexpr (octet_words == 2) {
+                    const uint2 v = fetch_two_words(reinterpret_cast<const uint2*>(from));
+                    word[i][0] = v.x, word[i][1] = v.y;
+                } else {
+                    word[i][0] = fetch_word(from);
+                }
+            }
+        });
+    }
+    __device__ __forceinline__ void halves(std::uint32_t (&x)[4], const std::uint32_t (&w)[octet_words],
+                                           int token, int octet) const {
+        if constexpr (Wide) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) x[k] = w[k];
+            reader::wide_halves(x);
+        } else {
+            const int g = octet * 8 / reader::group * reader::scale_bytes / 4;
+            std::uint32_t scale = 0;
+#pragma unroll
+            for (int i = 0; i < sets; ++i) {
+                const std::uint32_t other = __shfl_sync(0xffffffffu, scales[i], g % 2 * 16 + token);
+                if (g / 2 == i) scale = other;
+            }
+            reader::halves(x, w, reader::scale_of(scale, octet));
+        }
+    }
+};
+
+}}}  // namespace kvq::cuda::detail
