@@ -42,6 +42,16 @@ struct named {
     using nvfp4_4over6 = rows<kvq::rows_of<kvq::row_layout_number("nvfp4-4over6")>>;
     using mxfp8 = rows<kvq::rows_of<kvq::row_layout_number("mxfp8")>>;
     using mxfp4 = rows<kvq::rows_of<kvq::row_layout_number("mxfp4")>>;
+    // Records of latents.
+    template <class Records>
+    struct records {
+        using keys = Records;
+    };
+    using mla_656 = records<kvq::records_of<kvq::record_layout_number("mla-656")>>;
+    using mla_656_pow2 = records<kvq::records_of<kvq::record_layout_number("mla-656-pow2")>>;
+    using mla_584 = records<kvq::records_of<kvq::record_layout_number("mla-584")>>;
+    using mla_528 = records<kvq::records_of<kvq::record_layout_number("mla-528")>>;
+    using mla_288 = records<kvq::records_of<kvq::record_layout_number("mla-288")>>;
 };
 
 }  // namespace kvq::c

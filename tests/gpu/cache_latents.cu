@@ -740,6 +740,106 @@ void refused(const cuda::status& s, const char* words) {
     CHECK(!s && std::strstr(s.message, words) != nullptr, "\"%s\" is not in \"%s\"", words, s.message);
 }
 
+/// Latents in the records of DeepSeek V3.2, and requantized to another format and back: the bytes of the CPU;
+/// outputs in double arithmetic on what the CPU dequantizes.
+void check_records() {
+    constexpr int page = 32, dim = 576, values = 512, heads = 2, n = 3 * page + 50, room = n + 2;
+    using kivi4 = typename kivi<4, 32>::keys;
+    using records = records_of<record_layout_number("mla-656")>;
+    static const cuda::device_format compiled[] = {
+        cuda::make_device_format<bfloat16, cuda::latent_pair<records, values, 64, values, page>,
+                                 cuda::latent_pair<kivi4, values, 64, values, page>>()};
+    const std::vector<kvq::layer> list(1, latent_attention(values, 64));
+    kvq::cache cpu(list, {.keys = {make_format<scalar>(token_records(record_layout_named("mla-656"))),
+                                   with_fp16_channels(make_format<kivi4, scalar>(), 64)},
+                          .values = make_format<int8, scalar>(),
+                          .window = make_format<full<bfloat16>, scalar>(),
+                          .sinks = 4,
+                          .recent = 40,
+                          .page_tokens = page});
+    cuda::cache_options o;
+    o.type = float_type::bf16;
+    o.formats = {"mla-656", "kivi-4-g32-fp16x64"};
+    o.page_tokens = page;
+    o.sinks = 4;
+    o.recent = 40;
+    o.max_tokens = room;
+    o.query_heads = heads;
+    cudaStream_t stream;
+    CUDA_OK(cudaStreamCreate(&stream));
+    {
+        cuda::cache gpu;
+        const auto ok = [](const cuda::status& s) { CHECK(s, "records: %s", s.message); };
+        ok(gpu.open(list, o, compiled, stream));
+        test::rng r(13);
+        std::vector<bfloat16> keys(room * dim), q(heads * dim);
+        for (std::size_t i = 0; i < keys.size(); ++i)
+            keys[i] = bfloat16((i % dim >= values ? 8.0f : 1.0f) * test::normal(r));
+        for (bfloat16& x : q) x = bfloat16(0.5f * test::normal(r));
+        const test::device_buffer<bfloat16> keys_device(keys), q_device(q);
+        test::device_buffer<bfloat16> out(heads * values);
+        cuda::sequence_id id = gpu.new_sequence();
+        kvq::sequence host = cpu.new_sequence();
+        const auto rows = [&](const bfloat16* x, int first, int count) {
+            return token_view<const bfloat16>(x + first * dim, count, 1, dim);
+        };
+        const auto compare = [&](const char* when) {
+            kvq::sequence came = cpu.new_sequence();
+            ok(cuda::offload(gpu, id, came, stream));
+            CHECK(test::saved(came) == test::saved(host), "records, %s: not the bytes of the CPU", when);
+        };
+        ok(gpu.begin_prompt(id, n, stream));
+        ok(gpu.append(0, rows(keys_device.get(), 0, n), no_rows(), stream));
+        host.append(0, rows(keys.data(), 0, n), no_rows());
+        compare("a prompt");
+        workspace space;
+        kvq::sequence* const hosts[] = {&host};
+        for (const int format : {1, 0}) {
+            cuda::requantize_request g;
+            g.format = o.formats[static_cast<std::size_t>(format)];
+            g.last_token = 4 + 2 * page;
+            ok(gpu.requantize(std::span(&id, 1), g, stream));
+            cpu.requantize(hosts, {.key = format, .last_token = g.last_token}, {}, serial_executor{}, space);
+            compare(format == 1 ? "records to codes" : "codes to records");
+        }
+        ok(gpu.begin_step(std::span(&id, 1), 1, stream));
+        ok(gpu.attend(0, rows(keys_device.get(), n, 1), no_rows(),
+                      token_view<const bfloat16>(q_device.get(), 1, heads, dim),
+                      token_view<bfloat16>(out.get(), 1, heads, values), {.scale = 0.07f}, stream));
+        host.append(0, rows(keys.data(), n, 1), no_rows());
+        CUDA_OK(cudaStreamSynchronize(stream));
+        compare("a step");
+        std::vector<float> x((n + 1) * dim);
+        host.dequantize(0, tensor::key, 0, token_view<float>(x.data(), n + 1, 1, dim));
+        const std::vector<bfloat16> got = out.download();
+        for (int h = 0; h < heads; ++h) {
+            std::vector<double> weights;
+            double sum = 0.0, error = 0.0, size = 0.0;
+            for (int t = 0; t <= n; ++t) {
+                double score = 0.0;
+                for (int c = 0; c < dim; ++c)
+                    score +=
+                        static_cast<double>(static_cast<float>(q[static_cast<std::size_t>(h * dim + c)])) *
+                        static_cast<double>(x[static_cast<std::size_t>(t * dim + c)]);
+                weights.push_back(std::exp(0.07 * score));
+                sum += weights.back();
+            }
+            for (int c = 0; c < values; ++c) {
+                double want = 0.0;
+                for (int t = 0; t <= n; ++t)
+                    want += weights[static_cast<std::size_t>(t)] / sum *
+                            static_cast<double>(x[static_cast<std::size_t>(t * dim + c)]);
+                const double have =
+                    static_cast<double>(static_cast<float>(got[static_cast<std::size_t>(h * values + c)]));
+                error += (have - want) * (have - want);
+                size += want * want;
+            }
+            CHECK(error <= 16e-6 * size, "records: relative error %g of head %d", std::sqrt(error / size), h);
+        }
+    }
+    CUDA_OK(cudaStreamDestroy(stream));
+}
+
 template <class Caches>
 void check_refusals() {
     Caches c(4, 40, 0);
@@ -825,6 +925,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
 #endif
     if (argc > 1) steps = std::atoi(argv[1]);
     check_refusals<few>();
+    check_records();
     history<few>(4, 40, 16, 1, "latents of 64 + 16").run(steps);
     history<few>(0, 3, 0, 2, "no sinks, 3 recent").run(steps / 2);
 #ifdef __CUDACC__

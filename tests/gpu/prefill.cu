@@ -407,8 +407,7 @@ using rows = cuda::block_pair<rows_of<Keys>, rows_of<Values>, Dim, PageTokens>;
 template <int... Bits>
 using widths = mixed_affine<code_widths<Bits...>, average_eighths<28>, per_channel<>>;
 static_assert(refused<rows<q8_0, fp8, 128, 64>>("the scheme alone reads its bytes"));
-static_assert(
-    refused<rows<fp8, fp8, 256, 64>>("head_dim of rows of tokens is not a multiple of 32 up to 128"));
+static_assert(refused<rows<fp8, fp8, 384, 64>>("head_dim is not a multiple of 32 up to 256, or 512"));
 static_assert(refused<cuda::kivi_pair<4, 64, 384, 64>>("head_dim is not a multiple of 32 up to 256, or 512"));
 static_assert(
     refused<cuda::block_pair<int8, int8, 80, 64>>("head_dim is not a multiple of 32 up to 256, or 512"));
@@ -526,6 +525,10 @@ int main() {
     check_format<rows<nvfp4, nvfp4, 128, 64>, bfloat16>("nvfp4", few);
     check_format<rows<mxfp4, mxfp8, 64, 16>, float16>("mxfp4, mxfp8, head_dim 64, page 16", few);
     check_format<rows<mxfp8, fp8_e5m2, 96, 96>, float16>("mxfp8, fp8-e5m2, head_dim 96, page 96", few);
+    check_format<rows<nvfp4, fp8, 256, 64>, float16>("nvfp4, fp8, head_dim 256", few);
+#ifdef __CUDACC__
+    check_format<rows<fp8, mxfp4, 512, 64>, bfloat16>("fp8, mxfp4, head_dim 512", few);
+#endif
 #endif
 #if !defined(PART) || PART == 4
     check_format<cuda::preset_pair<low2, 64, 64>, float16, cuda::preset_pair<mix4, 64, 64>>(

@@ -1,7 +1,7 @@
-// Both readers of pages that make a prompt's tiles (cell_batch, octet_batch) give the same numbers.
+// Both readers of pages that make a prompt's tiles (by cells and by octets) give the same numbers.
 #pragma once
 
-#include <kvq/cuda/prefill/prefill_octets.cuh>
+#include <kvq/cuda/prefill/prefill_cells.cuh>
 
 #include "support.cuh"
 
@@ -36,14 +36,15 @@ __global__ void __launch_bounds__(32)
         }
         __syncwarp();
     };
-    using cells = cell_batch<Role, Pair, key ? tile : dim, key ? dim : tile, strips, key ? tile : dim>;
+    using cells = cells_of<Role, Pair, key ? tile : dim, key ? dim : tile, strips, key ? tile : dim, false>;
     for (int i = 0; i < strips; ++i) {
-        cells own_cells;
+        const typename cells::lane_channel channel(cache, head, i, lane);
+        cells own_cells(channel);
         own_cells.fetch(all, tokens, i, lane);
         own_cells.store(all, to, tokens, table, i, lane);
     }
     move_out(0);
-    using octets = octet_batch<Role, Pair, key ? tile : dim>;
+    using octets = octets_of<Role, Pair, key ? tile : dim>;
     // A warp's strips are every second one: from strip 0 or 1 on.
     for (const int start : {0, 1}) {
         const typename octets::lane_tile of_lane(cache, head, first, tokens.count, page, start, lane);
@@ -132,6 +133,12 @@ inline void check_all_tiles(rng& r) {
     check_tiles<cuda::block_pair<scaled_keys, affine<2, per_channel<>, params<bfloat16>>, 64, 128>>(
         r, "tiles of keys with token scales");
     check_tiles<cuda::block_pair<full<bfloat16>, full<float16>, 64, 32>>(r, "tiles of 16-bit pages");
+    check_tiles<
+        cuda::block_pair<rows_of<row_layout_number("fp8")>, rows_of<row_layout_number("nvfp4")>, 128, 64>>(
+        r, "tiles of fp8 and nvfp4");
+    check_tiles<
+        cuda::block_pair<rows_of<row_layout_number("mxfp4")>, rows_of<row_layout_number("mxfp8")>, 64, 16>>(
+        r, "tiles of mxfp4 and mxfp8, page 16");
 }
 
 }  // namespace test

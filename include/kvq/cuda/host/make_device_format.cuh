@@ -569,7 +569,7 @@ device_format make_scored_format() {
             Pair::value_block_bytes,
             {detail::scheme_fingerprint<typename Pair::keys>(),
              detail::scheme_fingerprint<typename Pair::values>()},
-            table::latent ? detail::codec<typename Pair::keys>.width() : 0,
+            table::latent ? detail::code_bits_of<typename Pair::keys>() : 0,
             detail::parameters_of<Pair>(),
             detail::no_estimate<Pair>,
             {detail::host_blocks_of<tensor::key, Pair>(), detail::host_blocks_of<tensor::value, Pair>()}};

@@ -5,8 +5,9 @@
 //            where the first of its octets is to stand in the tile, and the word with its scales to where the
 //            second one is; then it writes octets in their place. No lane writes what another one reads
 //
-// Contract: half floats are x^, number * scale in float, rounded once; wide channels are bf16, rounded to
-// half floats. A unit has 64 channels of 64 tokens; rows are multiples of 16 bytes.
+// Contract: half floats are x^ with its scale rounded to a half float, 2^7 (e2m1: 2^6) times as large while
+// that is done; wide channels are bf16, rounded to half floats. A unit has 64 channels of 64 tokens; rows are
+// multiples of 16 bytes.
 #pragma once
 
 #include "../layout/row_numbers.cuh"
@@ -52,35 +53,38 @@ struct record_reader {
     __device__ __forceinline__ static int scale_word(int token, int octet) {
         return scales_at + token * scales_step + (octet * 8 / group * scale_bytes & ~3);
     }
-    __device__ __forceinline__ static float scale_of(std::uint32_t word, int octet) {
-        if constexpr (scale_kind == stored::fp32) {
-            return __uint_as_float(word);
-        } else {
+    /// The scale of an octet as a half float, twice; as many times too large as numbers are too small.
+    __device__ __forceinline__ static std::uint32_t scale_of(std::uint32_t word, int octet) {
+        constexpr float lift = fours ? 64.0f : 128.0f;
+        float scale = __uint_as_float(word);
+        if constexpr (scale_kind != stored::fp32) {
             const auto code = static_cast<std::uint8_t>(word >> 8 * (octet * 8 / group % 4));
             if constexpr (scale_kind == stored::e8m0)
-                return e8m0::to_float(code);
+                scale = e8m0::to_float(code);
             else
-                return unpack_half<float16, 0>(halves_of_e4m3<0>(code * 0x0101u));
+                scale = unpack_half<float16, 0>(halves_of_e4m3<0>(code * 0x0101u));
         }
+        return pack_halves<float16>(scale * lift, scale * lift);
     }
     /// The half floats of an octet with a scale.
     __device__ __forceinline__ static void halves(std::uint32_t (&x)[4],
-                                                  const std::uint32_t (&words)[octet_words], float scale) {
+                                                  const std::uint32_t (&words)[octet_words],
+                                                  std::uint32_t scale) {
         if constexpr (fours) {
             const std::uint32_t even = e2m1_as_e4m3<0>(words[0]), odd = e2m1_as_e4m3<1>(words[0]);
             const std::uint32_t a[2] = {halves_of_e4m3<0>(even), halves_of_e4m3<1>(even)},
                                 b[2] = {halves_of_e4m3<0>(odd), halves_of_e4m3<1>(odd)};
 #pragma unroll
             for (int i = 0; i < 4; ++i) x[i] = __byte_perm(a[i / 2], b[i / 2], i % 2 == 0 ? 0x5410 : 0x7632);
-            scale *= 64.0f;
         } else {
             x[0] = halves_of_e4m3<0>(words[0]), x[1] = halves_of_e4m3<1>(words[0]);
             x[2] = halves_of_e4m3<0>(words[1]), x[3] = halves_of_e4m3<1>(words[1]);
         }
 #pragma unroll
-        for (std::uint32_t& two : x)
-            two = pack_halves<float16>(unpack_half<float16, 0>(two) * scale,
-                                       unpack_half<float16, 1>(two) * scale);
+        for (std::uint32_t& two : x) {
+            if constexpr (!fours) two = multiply_halves(two, 0x20002000u);  // 2^-7: exact
+            two = multiply_halves(two, scale);
+        }
     }
     __device__ __forceinline__ static void wide_halves(std::uint32_t (&x)[4]) {
 #pragma unroll
@@ -121,11 +125,7 @@ struct record_units {
             });
     }
     __device__ __forceinline__ static void store(int unit, std::uint32_t to, int lane) {
-#ifndef EXP_UNROLL
-#define EXP_UNROLL 2
-#endif
-        // More at a time take more registers than producers have.
-        constexpr int unroll = EXP_UNROLL;
+        constexpr int unroll = 4;  // as many vectors as producers have registers for
         const auto write = [&](std::uint32_t at, const std::uint32_t(&x)[4]) {
             store_shared_16(at, {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
                                  __uint_as_float(x[3])});

@@ -198,6 +198,15 @@ concept token_record_scheme = read_by_numbers<S> && requires {
 template <class S>
 concept token_bytes_scheme = token_row_scheme<S> || token_record_scheme<S>;
 
+/// Bits of a number of the blocks of S.
+template <class S>
+constexpr int code_bits_of() noexcept {
+    if constexpr (token_record_scheme<S>)
+        return S::fixed_layout().bits;
+    else
+        return codec<S>.width();
+}
+
 /// The scheme that quantizes T x, or S.
 template <class S>
 struct inner_of {

@@ -26,6 +26,19 @@ struct choose_cells<Role, Pair, TileRows, TileColumns, Warps, Stride, Ordered> {
 template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride, bool Ordered>
 using cells_of = typename choose_cells<Role, Pair, TileRows, TileColumns, Warps, Stride, Ordered>::type;
 
+/// The words of a strip of a wide tile.
+template <tensor Role, class Pair, int Stride>
+struct choose_octets {
+    using type = octet_batch<Role, Pair, Stride>;
+};
+template <tensor Role, class Pair, int Stride>
+requires token_row_scheme<scheme_of<Role, Pair>>
+struct choose_octets<Role, Pair, Stride> {
+    using type = row_octets<Role, Pair, Stride>;
+};
+template <tensor Role, class Pair, int Stride>
+using octets_of = typename choose_octets<Role, Pair, Stride>::type;
+
 template <class S>
 constexpr const char* no_tiles_of(const block_shape& s) noexcept {
     if constexpr (token_row_scheme<S>)

@@ -30,15 +30,55 @@ struct block_of_tile {
 /// Bytes of a warp's table: twice [scales, biases, low parts, token scales] of 32 halves each.
 inline constexpr int octet_table_bytes = 2 * 256;
 
-/// The words of a strip, or of half a strip of 16-bit numbers, on their way from pages to a tile. Stride:
-/// rows of the tile in shared memory.
+/// Where strips stand in a tile. Stride: rows of the tile in shared memory.
+template <bool Key, int Stride>
+struct octet_strips {
+    static constexpr bool key = Key;
+
+    __device__ __forceinline__ static unsigned first_row(unsigned strip) { return key ? 0 : strip / 2 * 64; }
+    __device__ __forceinline__ static unsigned first_column(unsigned strip) {
+        return (key ? strip : strip % 2) * 32;
+    }
+    /// Where a lane's four rows of a strip stand in the tile at `to`: octet_offset(). Tiles start on 128
+    /// bytes, and the next rows flip bits.
+    __device__ __forceinline__ static void places(std::uint32_t (&place)[4], std::uint32_t to, int strip,
+                                                  int lane) {
+        const unsigned column = first_column(strip), own = lane & 31;
+        const unsigned lane_place = ((own & 28) * 128 + ((own & 3) ^ (own & 4)) * 16) ^ column % 64 * 2;
+#pragma unroll
+        for (unsigned j = 0; j < 4; ++j)
+            place[j] =
+                to + column / 64 * (Stride * 128) + first_row(strip) * 128 + (lane_place ^ j * 16) + j * 128;
+    }
+    /// Zeros in place of what does not exist of a strip of values: its bytes may be no numbers. existing:
+    /// that of the tile.
+    __device__ __forceinline__ static void hide(const std::uint32_t (&place)[4], std::uint32_t existing,
+                                                int lane) {
+        existing >>= (lane & 3) * 8;
+        const auto shown = [existing](std::uint32_t number, int k) {
+            return __uint_as_float(number & ((existing >> 2 * k & 1u ? 0xffffu : 0u) |
+                                             (existing >> 2 * k & 2u ? 0xffff0000u : 0u)));
+        };
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (unsigned at : {place[j], place[j] + 32 * 128}) {
+                const uint4 x = load_shared_16(at);
+                store_shared_16(at, {shown(x.x, 0), shown(x.y, 1), shown(x.z, 2), shown(x.w, 3)});
+            }
+    }
+};
+
+/// The words of a strip, or of half a strip of 16-bit numbers, on their way from pages to a tile.
 template <tensor Role, class Pair, int Stride>
-struct octet_batch {
+struct octet_batch : octet_strips<Role == tensor::key, Stride> {
+    using strips = octet_strips<Role == tensor::key, Stride>;
+    using strips::first_row, strips::first_column;
     using cells = cell_batch<Role, Pair, 32, 32, 1, Stride>;
     using S = typename cells::S;
     using traits = typename cells::traits;
     using set_type = typename cells::set_type;
-    static constexpr bool key = cells::key, full = cells::full;
+    static constexpr bool key = strips::key, full = cells::full;
     static constexpr int page = cells::page, group = cells::group, height = cells::height;
     static constexpr int cells_of_batch = full ? 1 : 2, batches = 2 / cells_of_batch;  // of a strip
     static constexpr bool row_parameters = cells::row_parameters,
@@ -222,34 +262,6 @@ struct octet_batch {
         }
     }
 
-    /// Where a lane's four rows of a strip stand in the tile at `to`: octet_offset(). Tiles start on 128
-    /// bytes, and the next rows flip bits.
-    __device__ __forceinline__ static void places(std::uint32_t (&place)[4], std::uint32_t to, int strip,
-                                                  int lane) {
-        const unsigned column = first_column(strip), own = lane & 31;
-        const unsigned lane_place = ((own & 28) * 128 + ((own & 3) ^ (own & 4)) * 16) ^ column % 64 * 2;
-#pragma unroll
-        for (unsigned j = 0; j < 4; ++j)
-            place[j] =
-                to + column / 64 * (Stride * 128) + first_row(strip) * 128 + (lane_place ^ j * 16) + j * 128;
-    }
-    /// Zeros in place of what does not exist of a strip of values: its bytes may be no numbers. existing:
-    /// that of the tile.
-    __device__ __forceinline__ static void hide(const std::uint32_t (&place)[4], std::uint32_t existing,
-                                                int lane) {
-        existing >>= (lane & 3) * 8;
-        const auto shown = [existing](std::uint32_t number, int k) {
-            return __uint_as_float(number & ((existing >> 2 * k & 1u ? 0xffffu : 0u) |
-                                             (existing >> 2 * k & 2u ? 0xffff0000u : 0u)));
-        };
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-#pragma unroll
-            for (unsigned at : {place[j], place[j] + 32 * 128}) {
-                const uint4 x = load_shared_16(at);
-                store_shared_16(at, {shown(x.x, 0), shown(x.y, 1), shown(x.z, 2), shown(x.w, 3)});
-            }
-    }
     /// Dequantizes what was fetched, of a strip `Ahead` strips behind that of the places. `table`: of this
     /// warp.
     template <int Ahead, int Batch, int Slot>
@@ -283,10 +295,6 @@ private:
     __device__ __forceinline__ static unsigned lane_column(int lane) { return (lane & 3) * 8; }
     __device__ __forceinline__ static unsigned lane_token(int lane) {
         return (key ? lane & 28 : (lane & 3) * 8) % kvq::detail::smaller(page, 32);
-    }
-    __device__ __forceinline__ static unsigned first_row(unsigned strip) { return key ? 0 : strip / 2 * 64; }
-    __device__ __forceinline__ static unsigned first_column(unsigned strip) {
-        return (key ? strip : strip % 2) * 32;
     }
     template <class Set, class Source>
     __device__ __forceinline__ static void load_set(Set& set, const Source& source, const tile_tokens& tile,

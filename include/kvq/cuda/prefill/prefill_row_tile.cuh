@@ -11,7 +11,7 @@
 #pragma once
 
 #include "../layout/row_numbers.cuh"
-#include "prefill_tile.cuh"
+#include "prefill_octets.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -19,7 +19,8 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 template <class S>
 constexpr const char* no_row_tiles(const block_shape& s) noexcept {
     if (!row_reader<S>::reads) return own_blocks;
-    if (s.dim % 32 != 0 || s.dim > 128) return "head_dim of rows of tokens is not a multiple of 32 up to 128";
+    if (s.dim % 32 != 0 || (s.dim > 256 && s.dim != 512))
+        return "head_dim is not a multiple of 32 up to 256, or 512";
     return s.tokens != 16 && s.tokens % 32 != 0 ? odd_pages : nullptr;
 }
 
@@ -33,7 +34,7 @@ struct row_cells {
     static constexpr int row_bytes = S::fixed_layout().row_bytes(dim),
                          scale_count = S::fixed_layout().scales_behind(dim), scales_at = page * row_bytes;
     /// Pieces of the tile: 8 channels of a token, or 4 channels of 8 tokens.
-    static constexpr int in_line = key ? dim / 8 : dim / 4,
+    static constexpr int in_line = key ? TileColumns / 8 : TileRows / 4,
                          pieces = in_line * (key ? TileRows : TileColumns / 8),
                          count = kvq::detail::ceil_div(pieces, 32 * Warps);
     static constexpr bool all_exist = count * 32 * Warps == pieces;
@@ -47,6 +48,7 @@ struct row_cells {
             : tensor_scale(detail::tensor_scale<Role>(cache)) {
             if constexpr (key && Ordered) order = places;
         }
+        __device__ __forceinline__ explicit lane_channel(float scale) : tensor_scale(scale), order{} {}
     };
     __device__ __forceinline__ explicit row_cells(const lane_channel& own)
         : tensor_scale(own.tensor_scale), order(own.order) {}
@@ -85,7 +87,7 @@ struct row_cells {
         }
     }
 
-private:
+protected:
     struct piece {
         int channel, token;  // the first ones
         bool exists;
@@ -94,6 +96,8 @@ private:
             exists = i < pieces;
             channel = held % in_line * (key ? 8 : 4);
             token = held / in_line * (key ? 1 : 8);
+            // Where a token has four pieces, 8 lanes have those of tokens t and t + 4: they meet all banks.
+            if (key && in_line == 4) token = (token & ~7) | (token & 1) << 2 | (token & 6) >> 1;
         }
     };
 
@@ -236,6 +240,91 @@ private:
                     to + octet_offset<Stride>(own.channel + static_cast<int>(turn + i & 3u), own.token / 8),
                     {__uint_as_float(x[i][0]), __uint_as_float(x[i][1]), __uint_as_float(x[i][2]),
                      __uint_as_float(x[i][3])});
+    }
+};
+
+/// As octet_batch (prefill_octets.cuh), of half a strip.
+template <tensor Role, class Pair, int Stride>
+struct row_octets : octet_strips<Role == tensor::key, Stride> {
+    using strips = octet_strips<Role == tensor::key, Stride>;
+    using strips::key;
+    struct cells : row_cells<Role, Pair, 64, 32, 1, Stride, false> {
+        using base = row_cells<Role, Pair, 64, 32, 1, Stride, false>;
+        using typename base::piece, typename base::piece_words, base::base;
+        /// A piece of a strip of the tile.
+        __device__ __forceinline__ static piece piece_of(int strip, int number, int lane) {
+            piece own(number, 0, lane);
+            own.channel += static_cast<int>(key ? strips::first_column(strip) : strips::first_row(strip));
+            if (!key) own.token += static_cast<int>(strips::first_column(strip));
+            return own;
+        }
+        __device__ __forceinline__ void put(std::uint32_t to, const piece& own,
+                                            const piece_words& words) const {
+            if constexpr (key)
+                this->store_key(to, own, words);
+            else
+                this->store_values(to, own, words, 0xffu);  // hide() comes afterwards
+        }
+    };
+    static constexpr int batches = 2, of_batch = cells::count / batches, most_ahead = 2;
+    static constexpr bool direct = false;
+    static_assert(cells::count % batches == 0 && cells::all_exist);
+
+    struct lane_tile {
+        tile_tokens tokens;
+        blocks_in_memory<Role, Pair> source;
+        float tensor_scale;
+        int strip;
+        std::uint32_t existing = 0xffffffffu;  // values: bit i, is column i of the strip there?
+
+        __device__ __forceinline__ lane_tile(const cache_ref<Pair>& cache, int head, int first, int count,
+                                             int page_number, int first_strip, int)
+            : tokens(tile_tokens::of(first, count, page_number)),
+              source{&cache, head},
+              tensor_scale(detail::tensor_scale<Role>(cache)),
+              strip(first_strip) {
+            if (!key) existing = source.existing(tokens, static_cast<int>(strips::first_column(strip)));
+        }
+        __device__ __forceinline__ unsigned held() const {
+            return __ballot_sync(0xffffffffu, tokens.page >= 0);
+        }
+        __device__ __forceinline__ bool any() const { return tokens.any >= 0; }
+    };
+    float tensor_scale = 1.0f;
+    typename cells::piece_words word[of_batch];
+
+    template <int Ahead, int Batch, int Slot>
+    __device__ __forceinline__ void fetch(const lane_tile& tile, std::uint32_t, int lane) {
+        tensor_scale = tile.tensor_scale;
+#pragma unroll
+        for (int i = 0; i < of_batch; ++i)
+            word[i].load(tile.source, tile.tokens,
+                         cells::piece_of(tile.strip + Ahead, Batch * of_batch + i, lane));
+    }
+    template <int Behind>
+    __device__ __forceinline__ void wait() const {
+        wait_for(word[of_batch - 1].word[cells::words - 1]);
+    }
+    /// The tile's address, and the strip.
+    __device__ __forceinline__ static void places(std::uint32_t (&place)[4], std::uint32_t to, int strip,
+                                                  int) {
+        place[0] = to;
+        place[1] = static_cast<std::uint32_t>(strip);
+    }
+    __device__ __forceinline__ static void hide(const std::uint32_t (&place)[4], std::uint32_t existing,
+                                                int lane) {
+        __syncwarp();  // other lanes have stored these numbers
+        std::uint32_t rows[4];
+        strips::places(rows, place[0], static_cast<int>(place[1]), lane);
+        strips::hide(rows, existing, lane);
+    }
+    template <int Ahead, int Batch, int Slot>
+    __device__ __forceinline__ void store(const std::uint32_t (&place)[4], std::uint32_t, int lane) const {
+        const cells own(typename cells::lane_channel{tensor_scale});
+#pragma unroll
+        for (int i = 0; i < of_batch; ++i)
+            own.put(place[0], cells::piece_of(static_cast<int>(place[1]) + Ahead, Batch * of_batch + i, lane),
+                    word[i]);
     }
 };
 

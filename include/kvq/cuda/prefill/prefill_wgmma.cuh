@@ -145,7 +145,7 @@ private:
     template <class Part>
     __device__ __forceinline__ void wide_pages(const Part& part, const token_range& range, bool sinks) {
         using pair = typename Part::pair_type;
-        using octets = octet_batch<Role, pair, key ? tile : Dim>;
+        using octets = octets_of<Role, pair, key ? tile : Dim>;
         constexpr int of_unit = passes * octets::batches, of_tile = units * of_unit;
         constexpr int ahead = kvq::detail::smaller(octets::most_ahead, of_tile);  // batches under way
         static_assert(of_tile % ahead == 0 && role_warps % 2 == 0);
