@@ -7,6 +7,7 @@
 // in random order. Latents are normal numbers, quantized on the device; rotary channels are fp16, those of
 // mla-656 bf16. "bf16": this library's kernel on pages of 16-bit values, the baseline of the factors. GB/s: bytes of pages;
 // TFLOP/s: 2 (576 + 512) per head and token. Error: of some rows, against double on the dequantized latents.
+// Last: the kernel that was chosen.
 #include <kvq/cuda/latent/latent.cuh>
 #include <kvq/cuda/quantize/pages.cuh>
 #include <kvq/schemes/presets.hpp>
@@ -155,11 +156,8 @@ double time_format(const char* name, const shape& c, bool json, double baseline)
     using mix_type = std::remove_const_t<decltype(mix)>;
     const auto rows = static_cast<std::size_t>(c.sequences * c.heads);
     bfloat16* const q = on_device<bfloat16>(rows * dim);
-    std::vector<bfloat16> numbers(rows * dim);
-    std::mt19937 r(7);
-    std::normal_distribution<float> normal;
-    for (bfloat16& x : numbers) x = bfloat16(normal(r));
-    BENCH_OK(cudaMemcpy(q, numbers.data(), numbers.size() * 2, cudaMemcpyHostToDevice));
+    bench::fill_normal(q, rows * dim * 2, 7);
+    round_to_bfloat16<<<1024, 256>>>(reinterpret_cast<std::uint16_t*>(q), rows * dim);
     bfloat16* const out = on_device<bfloat16>(rows * value_dim);
     const std::size_t bytes = cuda::latent_workspace_bytes<mix_type, bfloat16>(c.sequences, c.heads);
     void* const workspace = on_device<std::byte>(bytes);
@@ -192,15 +190,16 @@ double time_format(const char* name, const shape& c, bool json, double baseline)
     const double gb = all_tokens / Pair::page_tokens * static_cast<double>(Pair::key_block_bytes) / us * 1e-3;
     const double tflops = all_tokens * c.heads * 2.0 * (dim + value_dim) / us * 1e-6;
     const double factor = baseline == 0.0 ? 1.0 : baseline / us;
+    const char* const kernel = cuda::latent_kernel<mix_type, bfloat16>(c.heads).kernel;
     if (json)
         std::printf(
             "{\"name\": \"latent/%d heads/%d x %d/%s\", \"us\": %.1f, \"factor\": %.2f, \"GB/s\": %.0f, "
-            "\"TFLOP/s\": %.0f, "
-            "\"error\": %.2g}\n",
-            c.heads, c.sequences, c.length, name, us, factor, gb, tflops, std::sqrt(off / size));
+            "\"TFLOP/s\": %.0f, \"error\": %.2g, \"kernel\": \"%s\"}\n",
+            c.heads, c.sequences, c.length, name, us, factor, gb, tflops, std::sqrt(off / size), kernel);
     else
-        std::printf("%4d heads %3d x %-6d %-11s %9.1f us  x %.2f  %5.0f GB/s  %4.0f TFLOP/s  error %.2g\n",
-                    c.heads, c.sequences, c.length, name, us, factor, gb, tflops, std::sqrt(off / size));
+        std::printf(
+            "%4d heads %3d x %-6d %-11s %9.1f us  x %.2f  %5.0f GB/s  %4.0f TFLOP/s  error %.2g  %s\n",
+            c.heads, c.sequences, c.length, name, us, factor, gb, tflops, std::sqrt(off / size), kernel);
     for (void* p : {static_cast<void*>(q), static_cast<void*>(out), workspace, static_cast<void*>(scores),
                     static_cast<void*>(wanted), static_cast<void*>(tokens)})
         cudaFree(p);
@@ -218,8 +217,9 @@ int main(int argc, char** argv) {
         json = json || std::strcmp(argv[i], "--json") == 0;
         quick = quick || std::strcmp(argv[i], "--quick") == 0;
     }
-    for (const shape& c : {shape{16, 64, 8192}, shape{16, 8, 65536}, shape{128, 64, 8192},
-                           shape{128, 64, 4096}, shape{128, 8, 65536}}) {
+    for (const shape& c :
+         {shape{16, 64, 4096}, shape{16, 64, 8192}, shape{16, 8, 65536}, shape{128, 64, 1024},
+          shape{128, 64, 2048}, shape{128, 64, 4096}, shape{128, 64, 8192}, shape{128, 8, 65536}}) {
         if (quick && (c.length != 8192)) continue;
         const double baseline = time_format<pair<full<bfloat16>, 64>>("bf16", c, json, 0.0);
         time_format<pair<typename kivi<4, 64>::keys, 64>>("kivi-4-g64", c, json, baseline);

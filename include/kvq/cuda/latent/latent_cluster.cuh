@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_cluster_queries(const Args& a, int sequence
                                                      std::uint32_t more, int rank, int group, int thread) {
     const auto load = [&]<bool Aligned>(std::bool_constant<Aligned>) {
         constexpr int octets = 32 + (More ? 4 : 0);
-#pragma unroll 1
+#pragma unroll(Aligned ? 6 : 1)
         for (int i = thread; i < 64 * octets; i += 128) {
             const int own = i / octets, octet = i % octets, row = first + own,
                       held = kvq::detail::smaller(row, a.rows - 1),

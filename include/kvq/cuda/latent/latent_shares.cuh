@@ -2,8 +2,9 @@
 //
 //   tile    64 neighbouring tokens of a part (mixed_cache.cuh)
 //   item    (sequence, block of query rows): its tiles follow each other, part after part
-//   share   of thread block i of n: tiles [T i / n, T (i + 1) / n) of the line of all items; it may begin and
-//           end within items
+//   share   of thread block i of n: where items are few and about as long as each other, an equal part of
+//           one of them; otherwise tiles [T i / n, T (i + 1) / n) of the line of all items, which may begin
+//           and end within items
 //   piece   what a share has of an item: one softmax state {max, sum, output} of every row of the block in
 //           the workspace
 //
@@ -19,6 +20,8 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 inline constexpr int latent_tile = 64;
+/// A piece takes as long as so many tiles before its first and behind its last one.
+inline constexpr int piece_tiles = 4;
 
 /// The shares that have pieces of an item.
 struct share_bounds {
@@ -77,11 +80,32 @@ public:
         : a_(args), share_(share) {
         const int lane = static_cast<int>(threadIdx.x) % 32, sequences = a_.a.work.sequences;
         long long all = 0;
+        int longest = 1;
 #pragma unroll 1
-        for (int b = lane; b < sequences; b += 32) all += size_of(b);
-        for (int step = 16; step > 0; step /= 2) all += __shfl_xor_sync(0xffffffffu, all, step);
+        for (int b = lane; b < sequences; b += 32) {
+            const int size = size_of(b);
+            all += size;
+            longest = kvq::detail::larger(longest, size);
+        }
+        for (int step = 16; step > 0; step /= 2) {
+            all += __shfl_xor_sync(0xffffffffu, all, step);
+            longest = kvq::detail::larger(longest, __shfl_xor_sync(0xffffffffu, longest, step));
+        }
         all *= a_.row_blocks;
-        if (all < shares) shares = static_cast<int>(all);  // a share has a tile
+        const int items = sequences * a_.row_blocks, per = shares / items;
+        if (per > 0 && ceil_div(longest, per) <= all / shares + piece_tiles) {
+            if (share >= items * per) return;
+            const int item = share / per, part = share - item * per;
+            sequence_ = item / a_.row_blocks;
+            row_block_ = item - sequence_ * a_.row_blocks;
+            measure();
+            const int parts = kvq::detail::smaller(per, size_);  // a share has a tile
+            if (part >= parts) return;
+            at_ = static_cast<int>(1LL * size_ * part / parts);
+            left_ = static_cast<int>(1LL * size_ * (part + 1) / parts) - at_;
+            return;
+        }
+        if (all < shares) shares = static_cast<int>(all);
         if (share >= shares) return;
         const long long begin = all * share / shares;
         left_ = static_cast<int>(all * (share + 1) / shares - begin);

@@ -310,30 +310,17 @@ __device__ __forceinline__ void estimate_pages(const Args& a, const choice_rows<
                                       static_cast<std::size_t>(r)) *
                                          static_cast<std::size_t>(a.room);
             };
-            constexpr int batch = 2;
 #pragma unroll 1
-            for (int first = of.first + warp * a.parts + part; first < of.end; first += batch * step) {
-                int number[batch];
-                const std::byte* blocks[batch];
-#pragma unroll
-                for (int b = 0; b < batch; ++b)
-                    number[b] = first + b * step < of.end ? table[first + b * step] : -1;
-                int any = number[0];
-#pragma unroll
-                for (int b = 1; b < batch; ++b) any = larger(any, number[b]);
-                if (any < 0) continue;
-#pragma unroll
-                for (int b = 0; b < batch; ++b) {
-                    const int there = number[b] < 0 ? any : number[b];
-                    blocks[b] = cache.key_block(there, head);
-                    if (a.resident.places > 0 && a.resident.format == F)
-                        blocks[b] = resident_parameters<key_ranges<pair>::parameters_at>(
-                            a.resident, blocks[b], there, head, a.window.kv_heads, lane);
-                }
-                ranges.estimate_blocks(blocks, rows.template of<F>(a), a.group, [&](int b, int r, float x) {
+            for (int page = of.first + warp * a.parts + part; page < of.end; page += step) {
+                const int number = table[page];
+                if (number < 0) continue;
+                const std::byte* block = cache.key_block(number, head);
+                if (a.resident.places > 0 && a.resident.format == F)
+                    block = resident_parameters<key_ranges<pair>::parameters_at>(
+                        a.resident, block, number, head, a.window.kv_heads, lane);
+                ranges.estimate_block(block, rows.template of<F>(a), a.group, [&](int r, float x) {
                     if (a.softcap > 0.0f) x = capped(x, a.softcap);
-                    if (lane < 4 && r + lane < a.group && number[b] >= 0)
-                        estimates(r + lane)[first + b * step] = x;
+                    if (lane < 4 && r + lane < a.group) estimates(r + lane)[page] = x;
                 });
             }
         }

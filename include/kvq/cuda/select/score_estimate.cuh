@@ -201,32 +201,20 @@ struct key_ranges {
         }
         return x;
     }
-    /// Calls f(number, r, estimate) for all blocks and the rows of `query` in fours: the estimate of row r +
-    /// lane % 4. Groups of all blocks are asked for at once, where they are few. query: 16-byte aligned.
-    template <int Count, class F>
-    __device__ __forceinline__ void estimate_blocks(const std::byte* const (&blocks)[Count],
-                                                    const float* query, int rows, const F& f) const {
-        constexpr int ahead = groups <= 2 ? groups : 1;
-        float best[Count];
+    /// Calls f(r, estimate) for the rows of `query` in fours: the estimate of row r + lane % 4. query: 16-byte
+    /// aligned.
+    template <class F>
+    __device__ __forceinline__ void estimate_block(const std::byte* block, const float* query, int rows,
+                                                   const F& f) const {
         for (int r = 0; r < rows; r += 4) {
-#pragma unroll
-            for (int b = 0; b < Count; ++b) best[b] = -INFINITY;
+            float best = -INFINITY;
 #pragma unroll 1
-            for (int g = 0; g < groups; g += ahead) {
-                stored_group held[Count][ahead];
-#pragma unroll
-                for (int b = 0; b < Count; ++b)
-#pragma unroll
-                    for (int i = 0; i < ahead; ++i) held[b][i].load(blocks[b] + parameters_at, g + i);
-#pragma unroll
-                for (int b = 0; b < Count; ++b)
-#pragma unroll
-                    for (int i = 0; i < ahead; ++i)
-                        best[b] =
-                            fmaxf(best[b], estimate(blocks[b], held[b][i], g + i, query + r * dim, rows - r));
+            for (int g = 0; g < groups; ++g) {
+                stored_group held;
+                held.load(block + parameters_at, g);
+                best = fmaxf(best, estimate(block, held, g, query + r * dim, rows - r));
             }
-#pragma unroll
-            for (int b = 0; b < Count; ++b) f(b, r, best[b]);
+            f(r, best);
         }
     }
 };

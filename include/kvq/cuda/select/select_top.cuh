@@ -122,7 +122,7 @@ __device__ __forceinline__ void take_largest(top_memory& memory, unsigned key, i
     unsigned floor = 0;
     int above = 0;  // keys that are larger
 #pragma unroll 1
-    for (unsigned bit = 1u << 31; bit > 0 && count > 0; bit >>= 1) {
+    for (unsigned bit = 1u << 31; bit > 0; bit >>= 1) {
         const int reached = __syncthreads_count(key >= (floor | bit));
         if (reached < count) {
             above = reached;
