@@ -201,8 +201,8 @@ struct key_ranges {
         }
         return x;
     }
-    /// Calls f(r, estimate) for the rows of `query` in fours: the estimate of row r + lane % 4. query: 16-byte
-    /// aligned.
+    /// Calls f(r, estimate) for the rows of `query` in fours: the estimate of row r + lane % 4. query: on a
+    /// multiple of 16 bytes.
     template <class F>
     __device__ __forceinline__ void estimate_block(const std::byte* block, const float* query, int rows,
                                                    const F& f) const {
