@@ -423,6 +423,72 @@ TEST_CASE_TEMPLATE("pieces of four vectors written together are those written on
     }
 }
 
+TEST_CASE_TEMPLATE("rows as codes: vectors in turns, parts, words of 16 bits", L, KVQ_TEST_LANES) {
+    if constexpr (requires(typename L::ints(&v)[2]) { L::interleave_bytes(v); }) {
+        fixture<L> f;
+        constexpr int bytes = 4 * L::width;
+        std::vector<std::uint8_t> a(bytes), b(bytes);
+        for (auto& x : a) x = static_cast<std::uint8_t>(f.random.between(0, 255));
+        for (auto& x : b) x = static_cast<std::uint8_t>(f.random.between(0, 255));
+        const auto load = [](const std::vector<std::uint8_t>& v) {
+            return L::load(reinterpret_cast<const std::byte*>(v.data()));
+        };
+        // Pieces of `size` bytes in turns, within parts of `part` bytes.
+        const auto check = [&](int size, int part, const auto& interleave) {
+            typename L::ints v[2] = {load(a), load(b)};
+            interleave(v);
+            std::uint8_t out[2][bytes];
+            for (int k = 0; k < 2; ++k) L::store(reinterpret_cast<std::byte*>(out[k]), v[k]);
+            for (int k = 0; k < 2; ++k)
+                for (int i = 0; i < bytes; ++i) {
+                    const int at = i % part, from = at / size / 2 * size + at % size + k * part / 2;
+                    const auto& of = at / size % 2 ? b : a;
+                    REQUIRE(out[k][i] == of[static_cast<std::size_t>(i / part * part + from)]);
+                }
+        };
+        check(1, 16, [](typename L::ints(&v)[2]) { L::interleave_bytes(v); });
+        check(2, 16, [](typename L::ints(&v)[2]) { L::interleave_halves(v); });
+        check(16, bytes, [](typename L::ints(&v)[2]) { L::interleave_lanes(v); });
+        const auto check_parts = [&]<int Parts>(std::integral_constant<int, Parts>) {
+            constexpr int size = bytes / Parts, step = size + 2;
+            for (int n = 1; n <= Parts; ++n) {
+                // Nothing behind part n is read.
+                std::vector<std::byte> from(static_cast<std::size_t>((n - 1) * step + size));
+                for (auto& x : from) x = static_cast<std::byte>(f.random.between(0, 255));
+                std::byte out[bytes];
+                L::store(out, L::template load_parts<Parts>(from.data(), step, n));
+                for (int i = 0; i < bytes; ++i)
+                    REQUIRE(out[i] ==
+                            from[static_cast<std::size_t>(std::min(i / size, n - 1) * step + i % size)]);
+            }
+        };
+        check_parts(std::integral_constant<int, 2>());
+        check_parts(std::integral_constant<int, 4>());
+        std::int16_t words[2 * L::width];
+        L::store(reinterpret_cast<std::byte*>(words),
+                 L::load_bytes_as_halves(reinterpret_cast<const std::byte*>(a.data())));
+        for (int i = 0; i < 2 * L::width; ++i)
+            REQUIRE(words[i] == static_cast<std::int8_t>(a[static_cast<std::size_t>(i)]));
+
+        using io = lanes_of<L>;
+        std::vector<typename io::words> numbers;
+        typename L::ints four[4];
+        for (auto& v : four) {
+            numbers.push_back(f.words());
+            for (auto& x : numbers.back()) x = f.random.between(-32768, 32767);
+            v = io::in(numbers.back());
+        }
+        std::uint32_t pairs[2 * L::width];
+        L::store_word_pairs_of_four(pairs, four);
+        for (int i = 0; i < 2 * L::width; ++i) {
+            const auto& of = numbers[static_cast<std::size_t>(i % 4)];
+            const auto first = static_cast<std::size_t>(i % L::width / 4 * 4 + i / L::width * 2);
+            REQUIRE(pairs[i] == ((static_cast<std::uint32_t>(of[first]) & 0xffffu) |
+                                 static_cast<std::uint32_t>(of[first + 1]) << 16));
+        }
+    }
+}
+
 TEST_CASE_TEMPLATE("exp2_negative: relative error below 3e-7, exactly zero below -126", L, KVQ_TEST_LANES) {
     using io = lanes_of<L>;
     const auto exp2 = [](const typename io::numbers& x) {

@@ -41,6 +41,8 @@
 //                                                            vectors side by side; halves of those of two
 //     load_signed_bytes(p), load_e4m3(p)      rows/row_numbers.hpp: width bytes as signed words; as e4m3,
 //                                             times 2^-8, of which NaN is 480
+//     interleave_bytes(v), load_parts<Parts>(p, step, n)     rows/row_codes.hpp: word i of v[k] becomes byte
+//         4k + i of 128-bit lanes of all four; the first n of equal parts, step bytes apart
 //     transpose_fours, split_halves, spread_codes, code_table, lookup_table    dequantize_table.hpp
 #pragma once
 

@@ -250,6 +250,54 @@ struct register_ops<Arch> {
         _mm512_storeu_si512(out + 2 * stride, _mm512_shuffle_i32x4(b, d, 0x88));
         _mm512_storeu_si512(out + 3 * stride, _mm512_shuffle_i32x4(b, d, 0xdd));
     }
+    /// Bytes, 16-bit halves of words, or 128-bit lanes of two vectors in turns; the first two within 128-bit
+    /// lanes.
+    static KVQ_INLINE void interleave_bytes(ints (&v)[2]) {
+        const __m512i low = _mm512_unpacklo_epi8(v[0], v[1]);
+        v[1] = _mm512_unpackhi_epi8(v[0], v[1]);
+        v[0] = low;
+    }
+    static KVQ_INLINE void interleave_halves(ints (&v)[2]) {
+        const __m512i low = _mm512_unpacklo_epi16(v[0], v[1]);
+        v[1] = _mm512_unpackhi_epi16(v[0], v[1]);
+        v[0] = low;
+    }
+    static KVQ_INLINE void interleave_lanes(ints (&v)[2]) {
+        const __m512i low =
+            _mm512_permutex2var_epi64(v[0], _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), v[1]);
+        v[1] = _mm512_permutex2var_epi64(v[0], _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), v[1]);
+        v[0] = low;
+    }
+    static KVQ_INLINE ints load_bytes_as_halves(const std::byte* p) {
+        return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    }
+    /// Lanes 2k and 2k + 1 of four vectors, as 16 bits of a word: lane l of 128 bits those of lanes 4l and
+    /// 4l + 1 of all four, 16 words further on those of 4l + 2 and 4l + 3.
+    static KVQ_INLINE void store_word_pairs_of_four(std::uint32_t* out, const ints* a) {
+        const __m512 x = _mm512_castsi512_ps(_mm512_packs_epi32(a[0], a[1])),
+                     y = _mm512_castsi512_ps(_mm512_packs_epi32(a[2], a[3]));
+        _mm512_storeu_ps(out, _mm512_shuffle_ps(x, y, 0x88));
+        _mm512_storeu_ps(out + 16, _mm512_shuffle_ps(x, y, 0xdd));
+    }
+    /// The first n of Parts equal parts, step bytes apart, then the last of them again.
+    template <int Parts>
+    static KVQ_INLINE ints load_parts(const std::byte* p, std::ptrdiff_t step, int n) {
+        const auto from = [&](int i) KVQ_INLINE_LAMBDA { return p + (i < n ? i : n - 1) * step; };
+        if constexpr (Parts == 2) {
+            const auto part = [&](int i) KVQ_INLINE_LAMBDA {
+                return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from(i)));
+            };
+            return _mm512_inserti64x4(_mm512_castsi256_si512(part(0)), part(1), 1);
+        } else {
+            static_assert(Parts == 4);
+            const auto part = [&](int i) KVQ_INLINE_LAMBDA {
+                return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from(i)));
+            };
+            const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(part(0)), part(1), 1),
+                          high = _mm256_inserti128_si256(_mm256_castsi128_si256(part(2)), part(3), 1);
+            return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+        }
+    }
     /// The low halves of the 128-bit lanes of two vectors side by side, and the high ones.
     static KVQ_INLINE void split_lanes(ints (&v)[2]) {
         const __m512i low = _mm512_unpacklo_epi64(v[0], v[1]);

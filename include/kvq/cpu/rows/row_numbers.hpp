@@ -24,8 +24,8 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 template <class Lanes, class Code>
 struct float_lanes;
 
-/// Below 2^-6, the smallest normal number, e4m3 counts units of 2^-9. Both ways to count are limited at 2^-6,
-/// where they agree, and added up.
+/// Below 2^-6, the smallest normal number, e4m3 counts units of 2^-9. As a number with an exponent of its own
+/// such a code is x < 2^-6 instead, and stands for 2x - 2^-6; above, that is more than x.
 template <class Lanes>
 struct float_lanes<Lanes, e4m3> {
     using ints = typename Lanes::ints;
@@ -35,12 +35,10 @@ struct float_lanes<Lanes, e4m3> {
         const ints magnitude = Lanes::bit_and(codes, Lanes::splat(0x7f));
         const floats wide =
             Lanes::as_floats(Lanes::add(Lanes::template shift_left<20>(magnitude), Lanes::splat(120 << 23)));
-        const floats units = Lanes::multiply(
-            Lanes::smaller(Lanes::to_floats(magnitude), Lanes::splat_float(8.0f)), Lanes::splat_float(unit));
         const floats nan = Lanes::keep_above(Lanes::splat_float(std::numeric_limits<float>::quiet_NaN()),
                                              wide, e4m3::max_finite);
-        const floats x = Lanes::add(Lanes::add(Lanes::larger(wide, Lanes::splat_float(normal)),
-                                               Lanes::subtract(units, Lanes::splat_float(normal))),
+        const floats x = Lanes::add(Lanes::smaller(wide, Lanes::multiply_add(wide, Lanes::splat_float(2.0f),
+                                                                             Lanes::splat_float(-normal))),
                                     nan);
         return Lanes::as_floats(Lanes::bit_or(
             Lanes::as_ints(x), Lanes::template shift_left<24>(Lanes::bit_and(codes, Lanes::splat(0x80)))));
@@ -61,7 +59,7 @@ struct float_lanes<Lanes, e4m3> {
     }
 
 private:
-    static constexpr float normal = 0x1p-6f, unit = 0x1p-9f;
+    static constexpr float normal = 0x1p-6f;
 };
 
 inline constexpr int row_chunk = 32;

@@ -7,93 +7,31 @@
 //   p.values(rows, tokens, w, ...)    y[i][c] (+)= sum_t w[i][t] x^[t][c]
 //
 // One class for all layouts, which are values: kernels are chosen by the kind of numbers and of scales
-// (row_kernels.hpp). More than four operands share one copy of the rows as floats. Layouts that no kernel
-// reads, and rows with NaN where kernels have none, are read number by number.
-// Contract: sums of floats, of at most tokens_of_pass tokens; nothing outside of the rows and their scales is
-// read.
+// (row_functions.hpp), or products are those of bytes (row_codes.hpp). More than four operands share one copy
+// of the rows. Layouts that no kernel reads, and rows or operands that are not finite where kernels need it,
+// are read number by number.
+// Contract: sums of floats, of at most tokens_of_pass tokens, or with operands of 16 bits; nothing outside of
+// the rows and their scales is read.
 #pragma once
 
 #include <cstring>
 
 #include "../../core/row_place.hpp"
 #include "../../core/shape.hpp"
-#include "row_kernels.hpp"
+#include "row_functions.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
-
-/// Kernels of one kind of rows.
-struct row_functions {
-    void (*keys[2])(const row_pass&, const float* const* x, float* y, std::ptrdiff_t y_stride);
-    void (*values[2])(const row_pass&, const float* w, std::ptrdiff_t w_stride, float* y,
-                      std::ptrdiff_t y_stride);
-    void (*decode)(const row_pass&, float* to, std::ptrdiff_t stride);
-    float unit;
-    bool pairs, checks_nan;
-};
-
-/// Operands of a call for values: as many sums as there are registers.
-template <class Lanes>
-inline constexpr int row_value_operands = Lanes::width >= 16  ? 4
-                                          : Lanes::width >= 8 ? 2
-                                                              : 1;
-inline constexpr int row_key_operands = 4;
-
-template <class Lanes, row_layout::number Kind, row_scales Scales>
-inline constexpr row_functions row_functions_of{
-    {&row_keys<Lanes, Kind, Scales, 1>, &row_keys<Lanes, Kind, Scales, row_key_operands>},
-    {&row_values<Lanes, Kind, Scales, 1>, &row_values<Lanes, Kind, Scales, row_value_operands<Lanes>>},
-    &decode_rows<Lanes, Kind, Scales>,
-    row_numbers<Lanes, Kind>::unit,
-    row_numbers<Lanes, Kind>::pairs,
-    row_numbers<Lanes, Kind>::checks_nan};
-
-/// Null: no kernel reads the layout.
-template <class Lanes>
-const row_functions* row_functions_for(const row_layout& l) {
-    using number = row_layout::number;
-    const bool scaled = l.scale != row_layout::stored::none;
-    if (scaled && l.channels % row_chunk != 0 && !(l.numbers == number::e2m1 && l.channels == 16))
-        return nullptr;
-    if (l.scale == row_layout::stored::fp16 && l.channels != row_chunk) return nullptr;
-    const auto found = [&]<number Kind, row_scales Scales>() -> const row_functions* {
-        const auto wanted = !scaled            ? row_scales::none
-                            : l.minimum        ? row_scales::scale_and_minimum
-                            : l.channels == 16 ? row_scales::scale_of_16
-                                               : row_scales::scale;
-        return wanted == Scales ? &row_functions_of<Lanes, Kind, Scales> : nullptr;
-    };
-    switch (l.numbers) {
-        case number::e4m3:
-            return scaled ? found.template operator()<number::e4m3, row_scales::scale>()
-                          : found.template operator()<number::e4m3, row_scales::none>();
-        case number::e5m2:
-            return found.template operator()<number::e5m2, row_scales::none>();
-        case number::e2m1:
-            return l.channels == 16 ? found.template operator()<number::e2m1, row_scales::scale_of_16>()
-                                    : found.template operator()<number::e2m1, row_scales::scale>();
-        case number::int8:
-            return found.template operator()<number::int8, row_scales::scale>();
-        case number::centred4:
-            return found.template operator()<number::centred4, row_scales::scale>();
-        case number::centred5:
-            return found.template operator()<number::centred5, row_scales::scale>();
-        case number::centred6:
-            return found.template operator()<number::centred6, row_scales::scale>();
-        case number::iq4_nl:
-            return found.template operator()<number::iq4_nl, row_scales::scale>();
-        case number::unsigned4:
-            return found.template operator()<number::unsigned4, row_scales::scale_and_minimum>();
-        case number::unsigned5:
-            return found.template operator()<number::unsigned5, row_scales::scale_and_minimum>();
-    }
-    return nullptr;
-}
 
 template <class Lanes>
 class row_product {
 public:
     row_product(const row_layout& layout, float tensor_scale, const block_shape& s, int n)
-        : layout_(layout), of_layout_(row_functions_for<Lanes>(layout)), n_(n), dim_(s.dim) {
+        : layout_(layout),
+          codes_of_layout_(layout),
+          of_layout_(row_functions_for<Lanes>(layout)),
+          n_(n),
+          dim_(s.dim),
+          by_codes_(multiplies_codes<Lanes> && codes_of_layout_) {
         const bool scaled = layout.scale != row_layout::stored::none;
         pairs_ = of_layout_ && of_layout_->pairs;
         factor_ = (scaled ? 1.0f : tensor_scale);
@@ -106,7 +44,10 @@ public:
                               : layout.channels;
         scale_line_ = scaled ? detail::ceil_div(dim_, scale_channels_) : 0;
         if (layout.channels == 16) scale_line_ = detail::round_up(scale_line_, 2);
-        const int tokens = detail::smaller(s.tokens, tokens_of_pass);
+        token_step_ = by_codes_ ? 1 : scale_line_;
+        group_step_ = by_codes_ ? tokens_of_pass : 1;
+        const int tokens = detail::smaller(s.tokens, tokens_of_pass),
+                  scales = by_codes_ ? groups_ * tokens_of_pass : tokens * scale_line_;
         std::size_t at = 0;
         const auto take = [&](int rows, int floats) {
             const std::size_t here = at;
@@ -116,14 +57,22 @@ public:
             return here;
         };
         take(detail::round_up(n, 4), padded_);  // operands, or sums
-        scales_ = take(1, tokens * scale_line_ + Lanes::width);
-        minima_ = take(1, layout.minimum ? tokens * scale_line_ + Lanes::width : 0);
+        scales_ = take(1, scales + Lanes::width);
+        minima_ = take(1, layout.minimum ? scales + Lanes::width : 0);
         // Codes of scales, and floats of them before they are spread.
-        codes_ = take(1, scaled ? 2 * tokens * groups_ + 64 : 0);
+        codes_ = take(1, scaled ? detail::larger(2 * tokens * groups_, scales) + 64 : 0);
         end_ = take(tokens, dim_ % row_chunk != 0 ? row_chunk : 0);
-        line_ = tokens;
+        line_ = detail::larger(tokens, 2 * Lanes::width);
         lines_ = take(row_key_operands, line_);
-        decoded_ = take(tokens, padded_);
+        decoded_ = at;
+        at += detail::round_up(detail::larger(static_cast<std::size_t>(tokens) *
+                                                  static_cast<std::size_t>(padded_) * sizeof(float),
+                                              by_codes_ ? code_bytes(s.role, tokens) : 0),
+                               std::size_t{64});
+        if (by_codes_) {
+            operands_ = take(detail::ceil_div(n, row_key_operands), code_operands::floats(dim_, groups_));
+            weights_ = take(1, sizeof(code_weight_space) / sizeof(float));
+        }
         addresses_ = at;
         bytes_ = at + detail::round_up(sizeof(addresses), std::size_t{64});
     }
@@ -135,6 +84,11 @@ public:
         std::memset(to, 0, static_cast<std::size_t>(n_) * static_cast<std::size_t>(padded_) * sizeof(float));
         for (int i = 0; i < n_; ++i)
             for (int c = 0; c < dim_; ++c) to[i * padded_ + place(c)] = x[i * x_stride + c];
+        if constexpr (multiplies_codes<Lanes>)
+            for (int i = 0; by_codes_ && i < n_; i += row_key_operands)
+                begin_code_operands<Lanes>(
+                    codes_of_layout_, x + i * x_stride, x_stride, detail::smaller(n_ - i, row_key_operands),
+                    operands_of(i, workspace), reinterpret_cast<float*>(workspace + decoded_));
     }
 
     /// ahead: distance to the rows that are read next; 0: none.
@@ -146,8 +100,10 @@ public:
         auto* const lines = reinterpret_cast<float*>(workspace + lines_);
         for (int first = 0; first < tokens; first += tokens_of_pass) {
             const int here = detail::smaller(tokens - first, tokens_of_pass);
-            const prepared p = prepare(rows, from + first, here, ahead, workspace);
+            prepared p = prepare(rows, from + first, here, ahead, workspace);
             finite = finite && p.finite;
+            if (keys_by_codes(p, y + first, y_stride, add, workspace)) continue;
+            prepare_floats(rows, p, workspace);
             const float factor = factor_ * p.functions->unit;
             for (int i = 0; i < n_; i += row_key_operands) {
                 const int count = detail::smaller(n_ - i, row_key_operands);
@@ -155,11 +111,8 @@ public:
                 for (int k = 0; k < row_key_operands; ++k)
                     operands[k] = x + (i + detail::smaller(k, count - 1)) * padded_;
                 p.functions->keys[count > 1](p.pass, operands, lines, line_);
-                for (int k = 0; k < count; ++k) {
-                    float* const to = y + (i + k) * y_stride + first;
-                    const float* const sums = lines + k * line_;
-                    for (int t = 0; t < here; ++t) to[t] = (add ? to[t] : 0.0f) + sums[t] * factor;
-                }
+                for (int k = 0; k < count; ++k)
+                    put(lines + k * line_, here, factor, y + (i + k) * y_stride + first, add);
             }
         }
         return finite;
@@ -174,8 +127,13 @@ public:
         constexpr int most = row_value_operands<Lanes>;
         for (int first = 0; first < tokens; first += tokens_of_pass) {
             const int here = detail::smaller(tokens - first, tokens_of_pass);
-            const prepared p = prepare(rows, from + first, here, ahead, workspace);
+            prepared p = prepare(rows, from + first, here, ahead, workspace);
             finite = finite && p.finite;
+            if (values_by_codes(p, w + first, w_stride, workspace)) {
+                add_code_sums(sums, y, y_stride, add || first > 0);
+                continue;
+            }
+            prepare_floats(rows, p, workspace);
             std::memset(sums, 0,
                         static_cast<std::size_t>(detail::round_up(n_, 4)) *
                             static_cast<std::size_t>(padded_) * sizeof(float));
@@ -193,41 +151,152 @@ public:
                 }
                 p.functions->values[count > 1](p.pass, weights, stride, sums + i * padded_, padded_);
             }
-            add_sums(sums, factor_ * p.functions->unit, y, y_stride, add || first > 0);
+            add_sums(sums, factor_ * p.functions->unit, pairs_ ? Lanes::width : 0, y, y_stride,
+                     add || first > 0);
         }
         return finite;
     }
 
 private:
-    struct prepared {
-        row_pass pass;
-        const row_functions* functions;
-        bool finite;
-    };
     /// Where the tokens of a pass lie.
     struct addresses {
         const std::byte* rows[tokens_of_pass];
         const std::byte* scales[tokens_of_pass];
         const std::byte* next[tokens_of_pass];
     };
+    struct prepared {
+        row_pass pass;
+        const row_functions* functions;
+        bool finite;
+        addresses& at;
+    };
 
     int place(int c) const {
         return c / row_chunk * row_chunk + place_in_chunk(pairs_, Lanes::width, c % row_chunk);
     }
-    void add_sums(const float* sums, float factor, float* y, std::ptrdiff_t y_stride, bool add) const {
+    static void put(const float* sums, int n, float factor, float* y, bool add) {
+        for (int k = 0; k < n; ++k) y[k] = (add ? y[k] : 0.0f) + sums[k] * factor;
+    }
+    /// pairs: even channels in as many lanes, then odd ones; 0: in order.
+    void add_code_sums(const float* sums, float* y, std::ptrdiff_t y_stride, bool add) const {
+        if (codes_of_layout_.pairs) return add_sums(sums, 1.0f, 8, y, y_stride, add);
+        const auto each = [&]<int Run>(std::integral_constant<int, Run>) {
+            for (int i = 0; i < n_; ++i, sums += padded_, y += y_stride)
+                for (int c = 0; c < dim_; c += row_chunk)
+                    for (int k = 0; k < row_chunk / Run; ++k)
+                        put(sums + c + k % 2 * 16 + k / 2 * Run, Run, 1.0f, y + c + k * Run, add);
+        };
+        if (codes_of_layout_.of_bytes)
+            each(std::integral_constant<int, 4>());
+        else
+            each(std::integral_constant<int, 8>());
+    }
+    void add_sums(const float* sums, float factor, int pairs, float* y, std::ptrdiff_t y_stride,
+                  bool add) const {
         for (int i = 0; i < n_; ++i, sums += padded_, y += y_stride) {
-            if (pairs_) {
-                for (int c = 0; c < dim_; c += 2 * Lanes::width) {
-                    const int pairs = detail::smaller(dim_ - c, 2 * Lanes::width) / 2;
-                    for (int k = 0; k < pairs; ++k) {
-                        float* const to = y + c + 2 * k;
-                        to[0] = (add ? to[0] : 0.0f) + sums[c + k] * factor;
-                        to[1] = (add ? to[1] : 0.0f) + sums[c + Lanes::width + k] * factor;
+            if (pairs == 0) {
+                put(sums, dim_, factor, y, add);
+                continue;
+            }
+            for (int c = 0; c < dim_; c += 2 * pairs) {
+                const int here = detail::smaller(dim_ - c, 2 * pairs) / 2;
+                for (int k = 0; k < here; ++k) {
+                    float* const to = y + c + 2 * k;
+                    to[0] = (add ? to[0] : 0.0f) + sums[c + k] * factor;
+                    to[1] = (add ? to[1] : 0.0f) + sums[c + pairs + k] * factor;
+                }
+            }
+        }
+    }
+
+    /// Of keys: two vectors of tokens; of values: pairs of tokens, of a vector of half bytes.
+    std::size_t code_bytes(tensor role, int tokens) const {
+        return role == tensor::key
+                   ? static_cast<std::size_t>(2 * Lanes::width) * static_cast<std::size_t>(dim_)
+                   : static_cast<std::size_t>(detail::round_up(tokens, 4)) * (pair_bytes / 2);
+    }
+    code_operands operands_of(int i, std::byte* workspace) const {
+        auto* const all = reinterpret_cast<float*>(workspace + operands_);
+        return {all + i / row_key_operands * code_operands::floats(dim_, groups_), dim_, groups_};
+    }
+    /// False: not by codes.
+    bool keys_by_codes(const prepared& p, float* y, std::ptrdiff_t y_stride, bool add,
+                       std::byte* workspace) const {
+        if constexpr (multiplies_codes<Lanes>) {
+            if (!by_codes_ || !p.finite) return false;
+            for (int i = 0; i < n_; i += row_key_operands)
+                if (!operands_of(i, workspace).finite()) return false;
+            std::byte* const codes = workspace + decoded_;
+            auto* const lines = reinterpret_cast<float*>(workspace + lines_);
+            constexpr int step = 2 * Lanes::width;
+            for (int t = 0; t < p.pass.tokens; t += step) {
+                const int here = detail::smaller(p.pass.tokens - t, step);
+                (codes_of_layout_.of_nibbles
+                     ? turn_keys<Lanes, true>
+                     : turn_keys<Lanes, false>)(p.pass, codes_of_layout_, t, t + here, codes);
+                for (int i = 0; i < n_; i += row_key_operands) {
+                    const int count = detail::smaller(n_ - i, row_key_operands);
+                    const code_operands x = operands_of(i, workspace);
+                    (count > 1 ? code_keys<Lanes, row_key_operands>
+                               : code_keys<Lanes, 1>)(codes, x, p.pass.scales + t,
+                                                      p.pass.minima ? p.pass.minima + t : nullptr,
+                                                      tokens_of_pass, lines, line_);
+                    for (int k = 0; k < count; ++k)
+                        put(lines + k * line_, here, x.steps()[k] * factor_ * codes_of_layout_.unit,
+                            y + (i + k) * y_stride + t, add);
+                }
+            }
+            return true;
+        } else {
+            return false;
+        }
+    }
+    /// False: not by codes.
+    bool values_by_codes(const prepared& p, const float* w, std::ptrdiff_t w_stride,
+                         std::byte* workspace) const {
+        if constexpr (multiplies_codes<Lanes>) {
+            if (!by_codes_ || !p.finite) return false;
+            for (int i = 0; i < n_; ++i)
+                if (!all_finite(w + i * w_stride, p.pass.tokens)) return false;
+            auto& weights = *reinterpret_cast<code_weight_space*>(workspace + weights_);
+            auto* const sums = reinterpret_cast<float*>(workspace);
+            const bool nibbles = codes_of_layout_.of_nibbles;
+            std::byte* const pairs = workspace + decoded_;
+            // Groups of a vector of half bytes.
+            const int group = dim_ / groups_, together = nibbles ? 128 / group : weight_groups;
+            for (int first = 0; first < groups_; first += together) {
+                const int end = detail::smaller(groups_, first + together);
+                if (nibbles) pair_values<Lanes>(p.pass, codes_of_layout_, first / together, pairs);
+                for (int i = 0; i < n_; i += row_key_operands) {
+                    const int count = detail::smaller(n_ - i, row_key_operands);
+                    for (int g = first; g < end; g += weight_groups) {
+                        const int here = detail::smaller(end - g, weight_groups), at = g * tokens_of_pass;
+                        const float* const minima = p.pass.minima ? p.pass.minima + at : nullptr;
+                        if (!(count > 1 ? code_weights<Lanes, 4>
+                                        : code_weights<Lanes, 1>)(w + i * w_stride, w_stride, count,
+                                                                  p.pass.tokens, here, p.pass.scales + at,
+                                                                  minima, tokens_of_pass, weights))
+                            return false;
+                        constexpr auto of = [](int few, int sixteen, int bytes) {
+                            (void)bytes;
+                            return few ? (sixteen ? &code_values<Lanes, 1, 1, true>
+                                                  : &code_values<Lanes, 1, 2, true>)
+                                       : (sixteen ? &code_values<Lanes, 4, 1, true>
+                                                  : &code_values<Lanes, 4, 2, true>);
+                        };
+                        (nibbles ? of(count == 1, group == 16, 0)
+                         : count > 1
+                             ? &code_values<Lanes, 4, 2, false>
+                             : &code_values<Lanes, 1, 2, false>)(p.pass, pairs, nibbles ? g - first : g, here,
+                                                                 weights, minima != nullptr,
+                                                                 codes_of_layout_.unit,
+                                                                 sums + i * padded_ + g * group, padded_);
                     }
                 }
-            } else {
-                for (int c = 0; c < dim_; ++c) y[c] = (add ? y[c] : 0.0f) + sums[c] * factor;
             }
+            return true;
+        } else {
+            return false;
         }
     }
 
@@ -252,53 +321,66 @@ private:
     addresses& find(const row_place& of, int first, int n, std::ptrdiff_t ahead, std::byte* workspace) const {
         auto& at = *reinterpret_cast<addresses*>(workspace + addresses_);
         find(of, first, n, at.rows, at.scales);
+        // Kernels read tokens a few at a time.
+        for (int t = n; t < detail::round_up(n, 32); ++t) at.rows[t] = at.rows[n - 1];
         const int follow = ahead != 0 ? 0 : detail::larger(detail::smaller(of.end - first - n, n), 0);
         find(of, first + n, follow, at.next, nullptr);
-        for (int t = follow; t < n; ++t) at.next[t] = at.rows[t] + ahead;
+        for (int t = follow; t < detail::round_up(n, 32); ++t) at.next[t] = at.rows[t] + ahead;
         if (ahead != 0 && of.scales)
             for (std::ptrdiff_t line = 0; line < n * of.scale_stride; line += 64)
                 detail::prefetch(at.scales[0] + line + ahead);
         return at;
     }
 
-    /// The rows of a pass for kernels: their scales as floats, all their numbers if there are many operands.
+    /// The rows of a pass, and their scales as floats.
     prepared prepare(const row_place& of, int first, int tokens, std::ptrdiff_t ahead,
                      std::byte* workspace) const {
         addresses& at = find(of, first, tokens, ahead, workspace);
-        row_pass pass{at.rows,      at.next, tokens,  dim_, layout_.front_bytes(),
-                      chunk_bytes_, nullptr, nullptr, 0,    nullptr};
-        auto* const decoded = reinterpret_cast<float*>(workspace + decoded_);
-        auto* const scales = reinterpret_cast<float*>(workspace + scales_);
-        auto* const minima = reinterpret_cast<float*>(workspace + minima_);
-        bool finite = true;
+        prepared p{{at.rows, at.next, tokens, dim_, layout_.front_bytes(), chunk_bytes_, nullptr, nullptr, 0,
+                    nullptr},
+                   of_layout_,
+                   true,
+                   at};
         if (scale_line_ > 0) {
+            auto* const scales = reinterpret_cast<float*>(workspace + scales_);
+            auto* const minima = reinterpret_cast<float*>(workspace + minima_);
             read_scales(of, at, tokens, workspace + codes_, scales, minima);
-            finite = all_finite(scales, tokens * scale_line_) &&
-                     (!layout_.minimum || all_finite(minima, tokens * scale_line_));
-            pass.scales = scales;
-            pass.minima = layout_.minimum ? minima : nullptr;
-            pass.scale_stride = scale_line_;
+            p.finite = finite_scales(scales, tokens) && (!layout_.minimum || finite_scales(minima, tokens));
+            p.pass.scales = scales;
+            p.pass.minima = layout_.minimum ? minima : nullptr;
+            p.pass.scale_stride = scale_line_;
         }
-        if (!of_layout_ || (of_layout_->checks_nan && any_nan(of, at, tokens))) {
-            read_numbers(at, tokens, scales, minima, decoded);
+        return p;
+    }
+    bool finite_scales(const float* x, int tokens) const {
+        if (!by_codes_) return all_finite(x, tokens * scale_line_);
+        bool finite = true;
+        for (int g = 0; g < groups_; ++g) finite = finite && all_finite(x + g * group_step_, tokens);
+        return finite;
+    }
+    /// For kernels of floats: all numbers, if there are many operands.
+    void prepare_floats(const row_place& of, prepared& p, std::byte* workspace) const {
+        const int tokens = p.pass.tokens;
+        auto* const decoded = reinterpret_cast<float*>(workspace + decoded_);
+        if (!of_layout_ || (of_layout_->checks_nan && any_nan(of, p.at, tokens))) {
+            read_numbers(p.at, tokens, p.pass.scales, p.pass.minima, decoded);
         } else {
             if (dim_ % row_chunk != 0) {
                 auto* const end = reinterpret_cast<float*>(workspace + end_);
-                read_ends(at, tokens, end);
-                pass.end = end;
+                read_ends(p.at, tokens, end);
+                p.pass.end = end;
             }
-            if (n_ <= row_key_operands) return {pass, of_layout_, finite};
-            of_layout_->decode(pass, decoded, padded_);
+            if (n_ <= row_key_operands) return;
+            of_layout_->decode(p.pass, decoded, padded_);
             const float unit = of_layout_->unit;
             if (unit != 1.0f)
                 for (int i = 0; i < tokens * padded_; ++i) decoded[i] *= unit;
         }
         for (int t = 0; t < tokens; ++t)
-            at.rows[t] = at.next[t] = reinterpret_cast<const std::byte*>(decoded + t * padded_);
-        return {{at.rows, at.next, tokens, padded_, 0, row_chunk * int{sizeof(float)}, nullptr, nullptr, 0,
-                 nullptr},
-                &row_functions_of<Lanes, plain_floats, row_scales::none>,
-                finite};
+            p.at.rows[t] = p.at.next[t] = reinterpret_cast<const std::byte*>(decoded + t * padded_);
+        p.pass = {p.at.rows, p.at.next, tokens, padded_, 0, row_chunk * int{sizeof(float)},
+                  nullptr,   nullptr,   0,      nullptr};
+        p.functions = &row_functions_of<Lanes, plain_floats, row_scales::none>;
     }
     static bool all_finite(const float* x, int n) {
         constexpr int width = Lanes::width;
@@ -314,10 +396,13 @@ private:
     /// Collects the scales of all tokens, then converts them a vector at a time.
     void read_scales(const row_place& of, const addresses& at, int tokens, std::byte* codes, float* scales,
                      float* minima) const {
-        constexpr int width = Lanes::width;
         if (layout_.scale == row_layout::stored::fp16) {
             read_halves(at, 0, tokens, codes, scales);
             if (layout_.minimum) read_halves(at, 2, tokens, codes, minima);
+            return;
+        }
+        if (by_codes_) {
+            read_turned_scales(of.group_stride, at, tokens, codes, scales);
             return;
         }
         const int all = tokens * groups_;
@@ -330,16 +415,43 @@ private:
         const int copies = layout_.channels / scale_channels_;
         const bool dense = copies == 1 && scale_line_ == groups_;
         float* const to = dense ? scales : reinterpret_cast<float*>(codes + detail::round_up(all, 64));
-        const auto factor = Lanes::splat_float(scale_factor_);
-        for (int i = 0; i < all; i += width) {
-            const auto bytes = Lanes::load_bytes(codes + i);
-            const auto x = layout_.scale == row_layout::stored::e4m3 ? float_lanes<Lanes, e4m3>::values(bytes)
-                                                                     : powers_of_two(bytes);
-            Lanes::store_floats(to + i, Lanes::multiply(x, factor));
-        }
+        for (int i = 0; i < all; i += Lanes::width)
+            Lanes::store_floats(
+                to + i, Lanes::multiply(numbers_of_scales(layout_.scale, Lanes::load_bytes(codes + i)),
+                                        Lanes::splat_float(scale_factor_)));
         for (int t = 0; t < tokens && !dense; ++t)
             for (int g = 0; g < scale_line_; ++g)
                 scales[t * scale_line_ + g] = g / copies < groups_ ? to[t * groups_ + g / copies] : 0.0f;
+    }
+    static typename Lanes::floats numbers_of_scales(row_layout::stored kind, typename Lanes::ints codes) {
+        return kind == row_layout::stored::e4m3 ? float_lanes<Lanes, e4m3>::values(codes)
+                                                : powers_of_two(codes);
+    }
+    /// Four of a token in a word, words of a vector of tokens.
+    void read_turned_scales(std::ptrdiff_t group_stride, const addresses& at, int tokens, std::byte* codes,
+                            float* to) const {
+        const auto factor = Lanes::splat_float(scale_factor_);
+        for (int g = 0; g < groups_; g += 4) {
+            const int here = detail::smaller(groups_ - g, 4);
+            if (group_stride == 1 && here == 4)
+                for (int t = 0; t < tokens; ++t) std::memcpy(codes + 4 * t, at.scales[t] + g, 4);
+            else
+                for (int t = 0; t < tokens; ++t)
+                    for (int k = 0; k < here; ++k) codes[4 * t + k] = at.scales[t][(g + k) * group_stride];
+            const auto convert = [&](const auto& number) {
+                for (int t = 0; t < tokens; t += Lanes::width) {
+                    auto words = Lanes::load(codes + 4 * t);
+                    for (int k = 0; k < here; ++k, words = Lanes::template shift_right<8>(words))
+                        Lanes::store_floats(
+                            to + (g + k) * tokens_of_pass + t,
+                            Lanes::multiply(number(Lanes::bit_and(words, Lanes::splat(255))), factor));
+                }
+            };
+            if (layout_.scale == row_layout::stored::e4m3)
+                convert([](auto x) { return numbers_of_scales(row_layout::stored::e4m3, x); });
+            else
+                convert([](auto x) { return numbers_of_scales(row_layout::stored::e8m0, x); });
+        }
     }
     /// 2^(code - 127); the code 255 is NaN.
     static typename Lanes::floats powers_of_two(typename Lanes::ints codes) {
@@ -354,13 +466,24 @@ private:
     void read_halves(const addresses& at, int offset, int tokens, std::byte* bits, float* to) const {
         constexpr int width = Lanes::width;
         const int step = layout_.group_bytes(layout_.channels);
-        std::byte* out = bits;
-        for (int t = 0; t < tokens; ++t) {
-            const std::byte* from = at.rows[t] + offset;
-            for (int g = 0; g < groups_; ++g, from += step, out += 2) std::memcpy(out, from, 2);
-        }
-        for (int i = 0; i < tokens * groups_; i += width)
-            Lanes::store_floats(to + i, Lanes::template load_values<float16>(bits + 2 * i));
+        // Copies, which no byte that is stored can be.
+        const int groups = groups_, token_step = 2 * token_step_, group_step = 2 * group_step_;
+        int first = 0;
+        for (; first + 4 <= groups; first += 4)
+            for (int t = 0; t < tokens; ++t) {
+                const std::byte* const from = at.rows[t] + offset + first * step;
+                std::byte* const out = bits + t * token_step + first * group_step;
+                KVQ_UNROLL
+                for (int g = 0; g < 4; ++g) std::memcpy(out + g * group_step, from + g * step, 2);
+            }
+        for (; first < groups; ++first)
+            for (int t = 0; t < tokens; ++t)
+                std::memcpy(bits + t * token_step + first * group_step, at.rows[t] + offset + first * step,
+                            2);
+        const int lines = by_codes_ ? groups_ : 1, n = by_codes_ ? tokens : tokens * groups_;
+        for (int g = 0; g < lines; ++g)
+            for (int i = g * group_step_; i < g * group_step_ + n; i += width)
+                Lanes::store_floats(to + i, Lanes::template load_values<float16>(bits + 2 * i));
     }
     /// The numbers of the last channels, which are no whole chunk, divided by the unit.
     void read_ends(const addresses& at, int tokens, float* to) const {
@@ -382,7 +505,7 @@ private:
                 const std::byte* const group = at.rows[t] + c / n * bytes;
                 const float x = detail::number_of_code(
                     layout_.numbers, detail::code_at(layout_.numbers, group + layout_.front_bytes(), c % n));
-                const int scale = t * scale_line_ + c / scale_channels_;
+                const int scale = t * token_step_ + c / scale_channels_ * group_step_;
                 to[place(c)] = (scale_line_ > 0 ? detail::rounded_product(x, scales[scale]) : x) +
                                (layout_.minimum ? minima[scale] : 0.0f);
             }
@@ -413,11 +536,13 @@ private:
     }
 
     row_layout layout_;
+    code_rows codes_of_layout_;
     const row_functions* of_layout_;
-    int n_, dim_, padded_, groups_, chunk_bytes_, scale_channels_, scale_line_, line_;
-    bool pairs_;
+    int n_, dim_, padded_, groups_, chunk_bytes_, scale_channels_, scale_line_, token_step_, group_step_,
+        line_;
+    bool by_codes_, pairs_;
     float factor_, scale_factor_;
-    std::size_t scales_, minima_, codes_, end_, lines_, decoded_, addresses_, bytes_;
+    std::size_t scales_, minima_, codes_, end_, lines_, decoded_, operands_, weights_, addresses_, bytes_;
 };
 
 }}}  // namespace kvq::kernels
