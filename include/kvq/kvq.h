@@ -495,6 +495,8 @@ KVQ_API kvq_status kvq_sequence_free(kvq_sequence* sequence);
 KVQ_API kvq_status kvq_sequence_fork(const kvq_sequence* sequence, kvq_sequence** out);
 /// Tokens of a layer; KVQ_ALL_LAYERS: of the longest one.
 KVQ_API kvq_status kvq_sequence_tokens(const kvq_sequence* sequence, int32_t layer, int32_t* tokens);
+/// As kvq_cache_get_layer of its cache.
+KVQ_API kvq_status kvq_sequence_get_layer(const kvq_sequence* sequence, int32_t layer, kvq_layer* out);
 
 /// How to attend. NULL instead of a pointer to it: all zero.
 typedef struct kvq_attend_options {
@@ -862,7 +864,7 @@ typedef struct kvq_save_options {
     size_t size;
     const char* model;  // any text by which the engine recognizes its model. NULL: "" to save, any to restore
     int32_t convert;    // restore: 1: pages may change to the formats and the layout of this cache
-    int32_t upper_only;  // save: 1: of pages with two planes (format nested8) the upper one alone
+    int32_t upper_only;  // save: 1: of pages with two planes (format nested8) the upper one alone; restore: 0
 } kvq_save_options;
 
 /// Writes a sequence as a safetensors file (docs/guide/save.md). options may be NULL. KVQ_ERROR_UNSUPPORTED

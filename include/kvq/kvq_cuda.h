@@ -37,6 +37,7 @@ enum { KVQ_ERROR_CUDA = 9 };  // the CUDA runtime reported an error; the message
 
 typedef struct kvq_cuda_cache kvq_cuda_cache;
 typedef struct kvq_cuda_sequence kvq_cuda_sequence;
+typedef struct kvq_cuda_prefix_cache kvq_cuda_prefix_cache;
 
 // ---- formats ---------------------------------------------------------------------------------------------
 // Kernels are compiled for pairs of formats and head sizes, both window types, pages of 128 tokens: int8,
@@ -164,6 +165,8 @@ KVQ_API kvq_status kvq_cuda_sequence_fork(const kvq_cuda_sequence* sequence, voi
 KVQ_API kvq_status kvq_cuda_sequence_tokens(const kvq_cuda_sequence* sequence, int32_t* tokens);
 /// Bytes of its pages in all layers, shared ones included.
 KVQ_API kvq_status kvq_cuda_sequence_bytes(const kvq_cuda_sequence* sequence, size_t* bytes);
+/// The same by kind, as kvq_sequence_get_usage; not_finite is 0 (kvq_cuda_cache_not_finite).
+KVQ_API kvq_status kvq_cuda_sequence_get_usage(const kvq_cuda_sequence* sequence, kvq_usage* usage);
 /// Removes every token from position `tokens` on. Exact within `rollback` tokens. After a deeper trim the
 /// quantized page that it ends in keeps its bytes and hides the tokens behind, and new tokens begin a page. A
 /// sequence has room for 64 such pages beyond max_tokens. A prompt that some layer does not have yet is taken
@@ -338,6 +341,8 @@ typedef struct kvq_cuda_requantize_request {
 KVQ_API kvq_status kvq_cuda_cache_requantize(kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences,
                                              int32_t count, const kvq_cuda_requantize_request* request,
                                              void* stream);
+/// Pages of sequences that are created from now on take this format; others keep theirs.
+KVQ_API kvq_status kvq_cuda_cache_commit_to(kvq_cuda_cache* cache, const char* format);
 
 /// Makes the plan of keys of a format (mix4, low3, low2) from the first `tokens` tokens of these sequences
 /// together, at least 64: call it after a step until `done` is 1. From then on new pages take the format,
@@ -360,6 +365,11 @@ typedef struct kvq_cuda_tier {
 KVQ_API kvq_status kvq_cuda_cache_step_down(kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences,
                                             int32_t count, const kvq_cuda_tier* tiers, int32_t tier_count,
                                             size_t byte_budget, void* stream);
+/// A dry run: bytes of the device before, after and at most in between, byte for byte.
+KVQ_API kvq_status kvq_cuda_cache_plan_step_down(const kvq_cuda_cache* cache,
+                                                 kvq_cuda_sequence* const* sequences, int32_t count,
+                                                 const kvq_cuda_tier* tiers, int32_t tier_count,
+                                                 size_t byte_budget, kvq_step_down_report* report);
 
 // ---- to the CPU and back ---------------------------------------------------------------------------------
 // Both caches have the same shape, window type, page_tokens, sinks, recent and rollback, and the CPU cache
@@ -397,6 +407,73 @@ KVQ_API kvq_status kvq_cuda_sequence_restore(kvq_cuda_cache* cache, const kvq_sa
                                              kvq_cuda_sequence** out);
 KVQ_API kvq_status kvq_cuda_sequence_restore_file(kvq_cuda_cache* cache, const kvq_save_options* options,
                                                   const char* path, void* stream, kvq_cuda_sequence** out);
+
+// ---- prefixes and sequences that wait ---------------------------------------------------------------------
+// By their token ids, over three tiers: device memory, pinned host memory, files. What has no room in a tier
+// goes to the next one, the least recently used first, and comes back byte for byte when it is asked for. What
+// no tier has room for, and files that are gone, cut or damaged, are misses. Results are those of
+// kvq_prefix_cache (KVQ_MATCH_...). Functions that change a store may wait for the stream.
+
+enum {  // where a prefix was found
+    KVQ_CUDA_PLACE_NONE = 0,
+    KVQ_CUDA_PLACE_DEVICE = 1,
+    KVQ_CUDA_PLACE_HOST = 2,
+    KVQ_CUDA_PLACE_FILE = 3
+};
+
+typedef struct kvq_cuda_prefix_options {
+    size_t size;
+    size_t device_bytes;          // of the pages that entries hold, each counted once; 0: no limit
+    size_t host_bytes;            // of pinned memory, allocated at once; 0: as much as is needed
+    size_t file_bytes;            // of all files; 0: no limit
+    int32_t min_prefix_tokens;    // a shorter common prefix is a miss; 0: 128; KVQ_NONE
+    int32_t min_quantize_tokens;  // shorter entries keep their formats; 0: 256; KVQ_NONE
+    const char* format;           // NULL, or entries are requantized to it where that is smaller, as
+                                  // kvq_cuda_requantize_request.format
+    const char* folder;           // NULL: no files; or a folder, in which the store makes one of its own.
+                                  // KVQ_ERROR_UNSUPPORTED without nlohmann-json
+    const char* model;            // NULL, or as in kvq_save_options, in the files
+} kvq_cuda_prefix_options;
+
+/// options may be NULL. Made after the statistics of the cache.
+KVQ_API kvq_status kvq_cuda_prefix_cache_create(kvq_cuda_cache* cache, const kvq_cuda_prefix_options* options,
+                                                kvq_cuda_prefix_cache** out);
+/// With its entries and files.
+KVQ_API kvq_status kvq_cuda_prefix_cache_free(kvq_cuda_prefix_cache* store);
+/// What a fetch would find, if files can be read: KVQ_MATCH_..., leading tokens, KVQ_CUDA_PLACE_... Each
+/// result may be NULL.
+KVQ_API kvq_status kvq_cuda_prefix_cache_lookup(const kvq_cuda_prefix_cache* store, const int32_t* tokens,
+                                                int32_t count, int32_t* match, int32_t* found,
+                                                int32_t* place);
+/// A sequence that holds as many of the first tokens as the store has; empty on a miss.
+KVQ_API kvq_status kvq_cuda_prefix_cache_fetch(kvq_cuda_prefix_cache* store, const int32_t* tokens,
+                                               int32_t count, void* stream, int32_t* match, int32_t* found,
+                                               int32_t* place, kvq_cuda_sequence** out);
+/// Keeps the first `count` tokens of a sequence, which does not change.
+KVQ_API kvq_status kvq_cuda_prefix_cache_store(kvq_cuda_prefix_cache* store, const int32_t* tokens,
+                                               int32_t count, const kvq_cuda_sequence* sequence,
+                                               void* stream);
+/// The same of a whole sequence that is not needed for now, without a copy. Then the sequence is empty.
+KVQ_API kvq_status kvq_cuda_prefix_cache_park(kvq_cuda_prefix_cache* store, const int32_t* tokens,
+                                              int32_t count, kvq_cuda_sequence* sequence, void* stream);
+/// Moves the least recently used entries down until those on the device hold `bytes` less: where a begin has
+/// failed with KVQ_ERROR_MEMORY.
+KVQ_API kvq_status kvq_cuda_prefix_cache_release(kvq_cuda_prefix_cache* store, size_t bytes, void* stream);
+
+typedef struct kvq_cuda_prefix_statistics {
+    size_t size;
+    size_t entries, bytes;   // on the device, now
+    size_t host_bytes;       // of pages in host memory, now
+    size_t files;            // now
+    size_t file_bytes;       // now
+    uint64_t fetches[4];     // by KVQ_CUDA_PLACE_...
+    uint64_t tokens_saved;   // that fetches returned
+    uint64_t stored;         // entries on the device, those that came back included
+    uint64_t lowered, lost;  // entries that left the device: for a tier below, or for none
+    uint64_t failed;         // files that could not be written or read
+} kvq_cuda_prefix_statistics;
+KVQ_API kvq_status kvq_cuda_prefix_cache_get_statistics(const kvq_cuda_prefix_cache* store,
+                                                        kvq_cuda_prefix_statistics* statistics);
 
 // ---- pages in device memory of the caller ----------------------------------------------------------------
 // For engines that have pools and tables of their own. Nothing is kept between calls, nothing is allocated,

@@ -16,6 +16,13 @@ static_assert(static_cast<int>(layer_kind::state) == KVQ_STATE);
 static_assert(static_cast<int>(layer_kind::latent) == KVQ_LATENT);
 static_assert(static_cast<int>(layer_kind::index) == KVQ_INDEX);
 
+void write_layer(const kvq::cache& of, std::int32_t layer, kvq_layer* out) {
+    place(out, "out");
+    expect(layer >= 0 && layer < of.layer_count(), KVQ_ERROR_ARGUMENT, "layer ", layer, " is not among the ",
+           of.layer_count(), " layers of the cache");
+    *out = layer_of(of, layer);
+}
+
 }  // namespace
 
 rotary_embedding rotary_of(const kvq_rotary& r) {
@@ -196,13 +203,11 @@ kvq_status kvq_cache_get_info(const kvq_cache* cache, kvq_cache_info* info) {
 }
 
 kvq_status kvq_cache_get_layer(const kvq_cache* cache, int32_t layer, kvq_layer* out) {
-    return guard([&] {
-        const kvq::cache& of = get(cache, "cache").state->cache;
-        place(out, "out");
-        expect(layer >= 0 && layer < of.layer_count(), KVQ_ERROR_ARGUMENT, "layer ", layer,
-               " is not among the ", of.layer_count(), " layers of the cache");
-        *out = layer_of(of, layer);
-    });
+    return guard([&] { write_layer(get(cache, "cache").state->cache, layer, out); });
+}
+
+kvq_status kvq_sequence_get_layer(const kvq_sequence* sequence, int32_t layer, kvq_layer* out) {
+    return guard([&] { write_layer(get(sequence, "sequence").of->cache, layer, out); });
 }
 
 kvq_status kvq_cache_add_format(kvq_cache* cache, kvq_role role, const kvq_format* format, const char* name) {

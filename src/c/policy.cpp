@@ -29,11 +29,6 @@ using namespace kvq::c;
 
 namespace {
 
-kvq::token_ids ids_of(const int32_t* tokens, int32_t count) {
-    expect_list(tokens, count, "tokens");
-    return {tokens, static_cast<std::size_t>(count)};
-}
-
 /// The parts of kvq_attend_options for a ring.
 struct ring_call {
     kvq_attend_options o;

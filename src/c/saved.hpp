@@ -26,6 +26,8 @@ inline save_options to_save(const kvq_save_options* given) {
 }
 inline restore_options to_restore(const kvq_save_options* given) {
     const kvq_save_options o = read_optional(given, "options");
+    expect(o.upper_only == 0, KVQ_ERROR_ARGUMENT, "options: upper_only is ", o.upper_only,
+           ", but a file is restored with the planes that it has: it is for saving");
     return {o.model ? o.model : "", o.convert != 0};
 }
 

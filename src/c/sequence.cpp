@@ -252,10 +252,7 @@ kvq_status kvq_sequence_get_usage(const kvq_sequence* sequence, kvq_usage* usage
     return guard([&] {
         const kvq::sequence& s = get(sequence, "sequence").sequence;
         expect_struct(usage, "usage");
-        const kvq::usage_report u = s.usage();
-        write_struct(usage,
-                     kvq_usage{0, u.quantized, u.window, u.slack, u.rollback, u.bookkeeping, u.workspace,
-                               u.bytes, u.not_finite, u.tokens, u.reserved, u.repacked, u.state});
+        write_usage(usage, s.usage());
     });
 }
 

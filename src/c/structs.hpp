@@ -14,6 +14,8 @@
 #include <kvq/cache/requantize_request.hpp>
 #include <kvq/core/row_view.hpp>
 #include <kvq/core/shape.hpp>
+#include <kvq/page/usage_report.hpp>
+#include <kvq/policy/radix_tree.hpp>
 #include <limits>
 
 #include "handle.hpp"
@@ -83,6 +85,10 @@ inline void write_report(kvq_requantize_report* to, const requantize_report& r) 
     write_struct(to, kvq_requantize_report{0, r.pages, r.pages_left, r.bytes_before, r.bytes_after,
                                            r.bytes_peak, r.bytes_freed, r.workspace});
 }
+inline void write_usage(kvq_usage* to, const usage_report& u) noexcept {
+    write_struct(to, kvq_usage{0, u.quantized, u.window, u.slack, u.rollback, u.bookkeeping, u.workspace,
+                               u.bytes, u.not_finite, u.tokens, u.reserved, u.repacked, u.state});
+}
 
 inline float_type type_of(kvq_dtype type, const char* name) {
     expect(type >= KVQ_FP32 && type <= KVQ_BF16, KVQ_ERROR_ARGUMENT, name, " has dtype ", type,
@@ -143,6 +149,11 @@ template <class T>
 void expect_list(const T* list, std::int32_t count, const char* name) {
     expect(count >= 0, KVQ_ERROR_ARGUMENT, "the number of ", name, " is ", count);
     expect(list != nullptr || count == 0, KVQ_ERROR_HANDLE, name, " is NULL, for ", count, " of them");
+}
+
+inline token_ids ids_of(const std::int32_t* tokens, std::int32_t count) {
+    expect_list(tokens, count, "tokens");
+    return {tokens, static_cast<std::size_t>(count)};
 }
 
 }  // namespace kvq::c

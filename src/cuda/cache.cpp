@@ -96,6 +96,16 @@ kvq_status begin_text(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence, std::i
     });
 }
 
+std::vector<cuda::tier> tiers_of(const kvq_cuda_tier* tiers, std::int32_t count) {
+    expect_list(tiers, count, "tiers");
+    std::vector<cuda::tier> all;
+    for (std::int32_t i = 0; i < count; ++i) {
+        expect_data(tiers[i].format, "the format of a tier");
+        all.push_back({tiers[i].age, tiers[i].format});
+    }
+    return all;
+}
+
 }  // namespace
 
 device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream) {
@@ -304,6 +314,15 @@ kvq_status kvq_cuda_sequence_bytes(const kvq_cuda_sequence* sequence, size_t* by
         const kvq_cuda_sequence& s = get(sequence, "sequence");
         const std::lock_guard lock(s.of->mutex);
         place(bytes, "bytes") = s.of->cache.usage(s.id).bytes;
+    });
+}
+
+kvq_status kvq_cuda_sequence_get_usage(const kvq_cuda_sequence* sequence, kvq_usage* usage) {
+    return guard([&] {
+        const kvq_cuda_sequence& s = get(sequence, "sequence");
+        expect_struct(usage, "usage");
+        const std::lock_guard lock(s.of->mutex);
+        write_usage(usage, s.of->cache.usage(s.id));
     });
 }
 
@@ -617,6 +636,15 @@ kvq_status kvq_cuda_cache_requantize(kvq_cuda_cache* cache, kvq_cuda_sequence* c
     });
 }
 
+kvq_status kvq_cuda_cache_commit_to(kvq_cuda_cache* cache, const char* format) {
+    return guard([&] {
+        device_state& of = *get(cache, "cache").state;
+        expect_data(format, "format");
+        const device_call call(of);
+        check(of.cache.commit_to(format));
+    });
+}
+
 kvq_status kvq_cuda_cache_self_calibrate(kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences,
                                          int32_t count, const char* format, kvq_statistics* statistics,
                                          int32_t tokens, void* stream, int32_t* done) {
@@ -639,15 +667,29 @@ kvq_status kvq_cuda_cache_step_down(kvq_cuda_cache* cache, kvq_cuda_sequence* co
     return guard([&] {
         const shared_device& of = get(cache, "cache").state;
         const auto ids = rows_of(sequences, count, of, false);
-        expect_list(tiers, tier_count, "tiers");
-        std::vector<kvq::cuda::tier> all;
-        for (std::int32_t i = 0; i < tier_count; ++i) {
-            expect_data(tiers[i].format, "the format of a tier");
-            all.push_back({tiers[i].age, tiers[i].format});
-        }
+        const auto all = tiers_of(tiers, tier_count);
         const device_call call(*of);
         check(of->cache.step_down(ids, all, stream_of(stream),
                                   byte_budget == 0 ? kvq::cuda::cache::no_budget : byte_budget));
+    });
+}
+
+kvq_status kvq_cuda_cache_plan_step_down(const kvq_cuda_cache* cache, kvq_cuda_sequence* const* sequences,
+                                         int32_t count, const kvq_cuda_tier* tiers, int32_t tier_count,
+                                         size_t byte_budget, kvq_step_down_report* report) {
+    return guard([&] {
+        const shared_device& of = get(cache, "cache").state;
+        const auto ids = rows_of(sequences, count, of, false);
+        const auto all = tiers_of(tiers, tier_count);
+        expect_struct(report, "report");
+        const std::size_t budget = byte_budget == 0 ? kvq::cuda::cache::no_budget : byte_budget;
+        kvq::requantize_report plan;
+        {
+            const device_call call(*of);
+            check(of->cache.plan_step_down(ids, all, plan, budget));
+        }
+        write_struct(report, kvq_step_down_report{0, plan.pages, plan.bytes_before, plan.bytes_after,
+                                                  plan.bytes_peak, plan.bytes_after <= budget});
     });
 }
 

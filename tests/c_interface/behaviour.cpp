@@ -715,6 +715,8 @@ TEST_CASE("saved in memory, sent page by page, stored by token ids, kept in a ri
         options = init<kvq_save_options>();
         options.upper_only = 1;
         OK(kvq_sequence_save(nested.c_sequence, &options, write, &saved));
+        CHECK(kvq_sequence_restore(nested.c, &options, read, &saved, &back) == KVQ_ERROR_ARGUMENT);
+        CHECK(std::string(kvq_last_error()).find("upper_only is 1, but") != std::string::npos);
         OK(kvq_sequence_restore(nested.c, nullptr, read, &saved, &back));
         nested.cpp->requantize(*nested.sequence, {.key = 2, .value = 2});
         twins::check_equal(back, *nested.sequence);

@@ -319,6 +319,7 @@ TEST_CASE(
     REFUSES(kvq_sequence_free, MAY_BE_NULL(0), f.s);
     REFUSES(kvq_sequence_fork, MAY_BE_NULL(), f.s, &f.made);
     REFUSES(kvq_sequence_tokens, MAY_BE_NULL(), f.s, 0, &f.n);
+    REFUSES(kvq_sequence_get_layer, MAY_BE_NULL(), f.s, 0, &layer_found);
     REFUSES(kvq_sequence_prefill, MAY_BE_NULL(6), f.s, 0, &f.k.t, &f.v.t, &f.q.t, &f.out.t, usual);
     REFUSES(kvq_sequence_append, MAY_BE_NULL(), f.s, 0, &f.k.t, &f.v.t);
     REFUSES(kvq_sequence_attend, MAY_BE_NULL(4), f.s, 0, &f.q.t, &f.out.t, usual);
@@ -650,6 +651,7 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     refused([&](auto& o) { listed(o), o.layers = most; }, KVQ_ERROR_ARGUMENT, "at most 65536 layers");
     kvq_layer found{};
     CHECK_REFUSED(kvq_cache_get_layer(f.cache, layers, &found), KVQ_ERROR_ARGUMENT, "is not among the");
+    CHECK_REFUSED(kvq_sequence_get_layer(f.s, layers, &found), KVQ_ERROR_ARGUMENT, "is not among the");
     auto allocator = init<kvq_allocator>();
     refused([&](auto& o) { o.allocator = &allocator; }, KVQ_ERROR_HANDLE, "both functions");
 

@@ -20,6 +20,7 @@
 #include "../../src/cuda/device_code.cu"
 #include "../../src/cuda/format.cuh"
 #include "../../src/cuda/pages.cpp"
+#include "../../src/cuda/prefixes.cpp"
 #include "../../src/cuda/saved.cpp"
 #include "support.cuh"
 
@@ -505,6 +506,53 @@ void scenario() {
     OK(kvq_prefix_cache_free(store));
     OK(kvq_cache_free(pages));
 
+    // The same over three tiers, and a sequence that waits.
+    kvq_cuda_prefix_options of_tiers;
+    KVQ_INIT(of_tiers);
+    of_tiers.device_bytes = 1;
+    of_tiers.host_bytes = std::size_t{1} << 22;
+    of_tiers.min_prefix_tokens = 1;
+    of_tiers.folder = "/no such folder";
+    kvq_cuda_prefix_cache* tiered = nullptr;
+    REFUSED(kvq_cuda_prefix_cache_create(c.gpu, &of_tiers, &tiered), KVQ_ERROR_ARGUMENT, "is not a folder");
+    of_tiers.folder = ".";
+    OK(kvq_cuda_prefix_cache_create(c.gpu, &of_tiers, &tiered));
+    OK(kvq_cuda_sequence_tokens(c.rows[0], &held));
+    text.assign(static_cast<std::size_t>(held), 5);
+    text[0] = 6;
+    int32_t where = -1;
+    REFUSED(kvq_cuda_prefix_cache_park(tiered, text.data(), held - 1, c.rows[0], c.stream),
+            KVQ_ERROR_ARGUMENT, "tokens of a sequence that holds");
+    OK(kvq_cuda_prefix_cache_store(tiered, text.data(), held, c.rows[0], c.stream));
+    OK(kvq_cuda_prefix_cache_park(tiered, text.data(), held, c.rows[0], c.stream));
+    OK(kvq_cuda_sequence_tokens(c.rows[0], &count));
+    CHECK(count == 0, "a parked sequence holds %d tokens", count);
+    OK(kvq_cuda_sequence_free(c.rows[0]));
+    OK(kvq_cuda_prefix_cache_lookup(tiered, text.data(), held, &match, &found, &where));
+    CHECK(match == KVQ_MATCH_EXACT && found == held && where == KVQ_CUDA_PLACE_HOST, "%d tokens of %d", found,
+          held);
+    OK(kvq_cuda_prefix_cache_fetch(tiered, text.data(), held, c.stream, &match, &found, &where, &c.rows[0]));
+    CHECK(match == KVQ_MATCH_EXACT && found == held && where == KVQ_CUDA_PLACE_HOST, "%d tokens of %d", found,
+          held);
+    c.same_bytes(0, "a sequence that waited");
+    c.step(1);
+    c.same_bytes(0, "a sequence that waited, and a step");
+    OK(kvq_cuda_prefix_cache_fetch(tiered, text.data() + 1, held - 1, c.stream, &match, &found, &where,
+                                   &again));
+    CHECK(found == 0 && where == KVQ_CUDA_PLACE_NONE, "%d tokens of no text", found);
+    REFUSED(kvq_cuda_prefix_cache_store(tiered, text.data(), 1, again, c.stream), KVQ_ERROR_ARGUMENT,
+            "1 tokens of a sequence that holds 0");
+    OK(kvq_cuda_sequence_free(again));
+    OK(kvq_cuda_prefix_cache_release(tiered, 1, c.stream));
+    kvq_cuda_prefix_statistics seen;
+    KVQ_INIT(seen);
+    OK(kvq_cuda_prefix_cache_get_statistics(tiered, &seen));
+    CHECK(seen.entries == 0 && seen.bytes == 0 && seen.host_bytes > 0 && seen.files == 0 &&
+              seen.fetches[KVQ_CUDA_PLACE_HOST] == 1 && seen.fetches[KVQ_CUDA_PLACE_NONE] == 1 &&
+              seen.tokens_saved == static_cast<std::uint64_t>(held) && seen.lowered == 3 && seen.lost == 0,
+          "%zu entries, %zu bytes on the host", seen.entries, seen.host_bytes);
+    OK(kvq_cuda_prefix_cache_free(tiered));
+
     // Other formats.
     kvq_cuda_requantize_request to;
     KVQ_INIT(to);
@@ -538,6 +586,21 @@ void scenario() {
     std::size_t before = 0, after = 0;
     OK(kvq_cuda_sequence_bytes(c.rows[0], &before));
     const kvq_cuda_tier tiers[] = {{0, "int8"}, {60, "kivi-4-g64"}};
+    kvq_usage used, on_host;
+    KVQ_INIT(used);
+    KVQ_INIT(on_host);
+    OK(kvq_cuda_sequence_get_usage(c.rows[0], &used));
+    OK(kvq_sequence_get_usage(c.host[0], &on_host));
+    CHECK(used.bytes == before && used.quantized == on_host.quantized && used.rollback == on_host.rollback &&
+              used.tokens == on_host.tokens,
+          "%zu bytes quantized, the CPU has %zu", used.quantized, on_host.quantized);
+    REFUSED(kvq_cuda_cache_commit_to(c.gpu, "std5"), KVQ_ERROR_ARGUMENT,
+            "std5 is not a format of this cache");
+    kvq_step_down_report plan;
+    KVQ_INIT(plan);
+    OK(kvq_cuda_cache_plan_step_down(c.gpu, c.rows.data(), 3, tiers, 2, 1, &plan));
+    CHECK(plan.pages > 0 && plan.bytes_after < plan.bytes_before && plan.fits == 0, "%zu pages", plan.pages);
+    OK(kvq_cuda_cache_plan_step_down(c.gpu, c.rows.data(), 3, tiers, 2, 0, &plan));
     OK(kvq_cuda_cache_step_down(c.gpu, c.rows.data(), 3, tiers, 2, 0, c.stream));
     OK(kvq_cuda_sequence_bytes(c.rows[0], &after));
     CHECK(after < before, "step down: %zu bytes before, %zu after", before, after);
@@ -545,6 +608,9 @@ void scenario() {
     kvq_cuda_cache_info info;
     KVQ_INIT(info);
     OK(kvq_cuda_cache_get_info(c.gpu, &info));
+    CHECK(plan.fits == 1 && plan.bytes_after == info.quantized + info.window &&
+              plan.bytes_after < plan.bytes_before,
+          "a plan of %zu bytes, in use are %zu", plan.bytes_after, info.quantized + info.window);
     CHECK(info.bytes == c.memory.bytes && info.bytes == info.quantized + info.window + info.unused +
                                                             info.tables + info.workspace + info.prompt,
           "%zu bytes, the allocator gave %zu", info.bytes, c.memory.bytes);

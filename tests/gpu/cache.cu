@@ -957,7 +957,14 @@ struct history {
             const std::string narrow = host_formats().names[0];
             const std::string wide = host_formats().names.back();
             const cuda::tier tiers[] = {{age, wide}, {age + any(0, 300), narrow}};
+            requantize_report plan;
+            const std::size_t before = c.gpu.bytes_in_use();
+            ok(c.gpu.plan_step_down(ids, tiers, plan));
             ok(c.gpu.step_down(ids, tiers, c.stream));
+            CHECK(plan.bytes_before == before && plan.bytes_after == c.gpu.bytes_in_use() &&
+                      plan.bytes_peak >= before && plan.bytes_peak - plan.bytes_freed <= plan.bytes_after,
+                  "%s, step %d: a plan of %zu, %zu and at most %zu bytes, in use %zu and %zu", name, step,
+                  plan.bytes_before, plan.bytes_after, plan.bytes_peak, before, c.gpu.bytes_in_use());
             const step_down_policy policy{
                 .tiers = {{.age = tiers[0].age, .format = {1, 1}}, {.age = tiers[1].age, .format = {0, 0}}}};
             kvq::step_down(c.cpu, std::span<kvq::sequence* const>(hosts), policy);
@@ -1537,6 +1544,38 @@ void check_budget() {
           c.gpu.bytes_in_use(), before - 10 * saved);
     to_both("kivi-4-g32", 0, requantize_request{}.last_token, false);
     compare(c, p, "budget", 2);
+    // Dry runs, with holders outside of the call, and cuts.
+    std::vector<cuda::sequence_id> all = {p.id, fork};
+    std::size_t changed = 0;
+    for (int i = 0; i < 24; ++i) {
+        ok(c.gpu.requantize(std::span(&all[static_cast<std::size_t>(test::uniform(r, 0, 1))], 1),
+                            {.format = "int8", .last_token = test::uniform(r, 4 + page, 9 * page)},
+                            c.stream));
+        if (i % 6 == 1) ok(c.gpu.fork(all[0], all.emplace_back(), c.stream));
+        if (i % 6 == 3) ok(c.gpu.erase(all.back(), 4 + page, 4 + page + test::uniform(r, 1, page)));
+        if (i % 6 == 5) ok(c.gpu.trim(all[1], c.gpu.tokens(all[1]) - test::uniform(r, 0, 20)));
+        const std::span<const cuda::sequence_id> some(
+            all.data(), static_cast<std::size_t>(test::uniform(r, 1, static_cast<int>(all.size()))));
+        const cuda::tier down[] = {{0, "int8"}, {test::uniform(r, 0, 1) * 200000 + 60, "kivi-4-g32"}};
+        const std::size_t now = c.gpu.bytes_in_use(),
+                          budget = now - static_cast<std::size_t>(test::uniform(r, 0, 12)) * saved;
+        requantize_report plan;
+        const auto usage = c.gpu.usage(p.id);
+        ok(c.gpu.plan_step_down(some, down, plan, budget));
+        CHECK(c.gpu.bytes_in_use() == now && c.gpu.usage(p.id).quantized == usage.quantized &&
+                  c.gpu.usage(p.id).shared == usage.shared && plan.bytes_before == now,
+              "budget: a dry run has changed pages");
+        ok(c.gpu.step_down(some, down, c.stream, budget));
+        CHECK(plan.bytes_after == c.gpu.bytes_in_use() && plan.bytes_peak >= now &&
+                  (plan.pages > 0) == (plan.bytes_freed > 0 || plan.bytes_peak > now),
+              "budget: %zu bytes in use, not the %zu of the dry run", c.gpu.bytes_in_use(), plan.bytes_after);
+        changed += plan.pages;
+    }
+    CHECK(changed > 20, "dry runs of %zu pages", changed);
+    requantize_report none;
+    const cuda::tier back[] = {{10, "int8"}, {5, "int8"}};
+    refused(c.gpu.plan_step_down(all, back, none), "age 5, before 10");
+    refused(c.gpu.plan_step_down(std::vector{p.id, p.id}, tiers, none), "is in the batch twice");
 }
 
 /// First tokens of another sequence, which end within its sinks, behind them, or where pages are committed.
@@ -1932,6 +1971,17 @@ void check_full_device() {
     CHECK(forks > 0 && found.tokens == 240 && small.gpu.tokens(found.id) == 240 && store.entries() == 0 &&
               found.place == cuda::prefix_place::host,
           "%d tokens of 240, %zu entries, %d forks", found.tokens, store.entries(), forks);
+    // An entry without room for a copy comes back by the host; so does what cannot be copied to be stored.
+    const std::vector<token_id> again(240, 8);
+    ok(store.park(again, found.id, small.stream));
+    ok(store.fetch(again, found, small.stream));
+    CHECK(found.tokens == 240 && found.place == cuda::prefix_place::host && store.entries() == 0,
+          "%d tokens, %zu entries", found.tokens, store.entries());
+    const std::vector<token_id> third(200, 9);
+    ok(store.store(third, found.id, small.stream));
+    CHECK(store.entries() == 0 && store.lookup(third).tokens == 200 &&
+              store.lookup(third).place == cuda::prefix_place::host,
+          "%zu entries, %d tokens", store.entries(), store.lookup(third).tokens);
     // int8 pages of an entry become smaller, those of its sequence stay.
     both_caches c({.growing = true});
     cuda::prefixes narrow(c.gpu, {.min_quantize_tokens = 1, .format = "kivi-4-g32"});

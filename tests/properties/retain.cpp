@@ -613,6 +613,7 @@ TEST_CASE("what cannot be dropped is refused with a sentence, and nothing change
     refused("below 40", [&] { s.retain(0, late, 4); });
     refused("all 2 sinks come first", [&] { s.retain(0, no_sinks, 4); });
     refused("token 5 at place 3", [&] { s.retain(0, twice, 4); });
+    CHECK(!test::contains(test::message_of([&] { s.retain(0, twice, 4); }), "gone"));
     refused("retain 3 tokens each", [&] { s.retain(0, good, 3); });
     refused("at least its 2 sinks and 1 token", [&] { s.retain(0, std::span(good).first(4), 2); });
     s.retain(0, good, 4);

@@ -4,6 +4,7 @@ Skipped without torch, without a GPU, and where the library was built without KV
 whose kernels are emulated.
 """
 import os
+import tempfile
 import types
 import unittest
 
@@ -110,6 +111,29 @@ class Caches(OnGpu):
             gpu.from_bytes(file, "other")
         plan = gpu.requantize([again], "kivi-4-g64", dry_run=True)
         self.assertEqual((plan.pages, plan.bytes_after), (0, plan.bytes_before))
+        usage, of_cpu = again.usage(), host[1].usage()
+        self.assertEqual((usage.bytes, usage.quantized, usage.rollback, usage.tokens),
+                         (again.bytes, of_cpu.quantized, of_cpu.rollback, of_cpu.tokens))
+        gpu.commit_to("kivi-4-g64")
+        with self.assertRaisesRegex(kvq.ArgumentError, "std5 is not a format of this cache"):
+            gpu.commit_to("std5")
+        tiers = [(0, "kivi-4-g64")]
+        self.assertEqual(gpu.plan_step_down([again], tiers).bytes_after, plan.bytes_before)
+        with tempfile.TemporaryDirectory() as folder:
+            store = kvq.cuda.PrefixCache(gpu, device_bytes=1, host_bytes=1 << 22, folder=folder, min_prefix_tokens=1)
+            text, saved = list(range(len(again))), again.to_bytes("model")
+            store.park(text, again)
+            self.assertEqual(len(again), 0)
+            match, place = store.lookup(text + [5])
+            self.assertEqual((match.kind, match.tokens, place), ("prefix", len(text), "host"))
+            again, match, place = store.fetch(text)
+            self.assertEqual((match.kind, match.tokens, place, again.to_bytes("model")), ("exact", len(text), "host", saved))
+            store.store(text, again)
+            store.release(1)
+            self.assertEqual(len(store.fetch([-1])[0]), 0)
+            seen = store.statistics()
+            self.assertEqual((seen.entries, seen.fetches["host"], seen.fetches[None], seen.lost), (0, 1, 1, 0))
+            store.close()
         info = gpu.info()
         self.assertEqual(info.bytes, info.quantized + info.window + info.state + info.unused + info.tables + info.workspace
                          + info.prompt)

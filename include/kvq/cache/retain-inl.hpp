@@ -255,12 +255,15 @@ KVQ_FUNC void sequence::retain(int layer, std::span<const int> kept, int count) 
             const std::size_t at =
                 static_cast<std::size_t>(h) * static_cast<std::size_t>(count) + static_cast<std::size_t>(i);
             const int t = kept[at];
-            detail::expect(t < table.tokens && (i < sinks ? t == i
-                                                          : t >= (i == sinks ? detail::larger(sinks, front)
-                                                                             : kept[at - 1] + 1)),
-                           "kv head ", h, " of layer ", layer, " retains token ", t, " at place ", i,
-                           ": positions ascend, below ", table.tokens, ", all ", sinks,
-                           " sinks come first, and tokens ", sinks, " to ", front, " are gone");
+            const int least = i == sinks ? detail::larger(sinks, front) : i > 0 ? kept[at - 1] + 1 : 0;
+            if (t < table.tokens && (i < sinks ? t == i : t >= least)) continue;
+            const auto refuse = [&](const auto&... why) {
+                detail::fail("kv head ", h, " of layer ", layer, " retains token ", t, " at place ", i,
+                             ": positions ascend, below ", table.tokens, ", and all ", sinks,
+                             " sinks come first", why...);
+            };
+            if (front > sinks) refuse("; tokens ", sinks, " to ", front - 1, " are gone");
+            refuse();
         }
     if (count < held) {
         detail::retained_table fresh(*cache_, table, layer, kept, count, scratch_.data());

@@ -331,6 +331,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_sequence_free": [handle],
     "kvq_sequence_fork": [handle, POINTER(handle)],
     "kvq_sequence_tokens": [handle, c_int32, POINTER(c_int32)],
+    "kvq_sequence_get_layer": [handle, c_int32, POINTER(kvq_layer)],
     "kvq_sequence_prefill": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor), POINTER(kvq_tensor),
         POINTER(kvq_tensor), POINTER(kvq_attend_options)],
     "kvq_sequence_append": [handle, c_int32, POINTER(kvq_tensor), POINTER(kvq_tensor)],

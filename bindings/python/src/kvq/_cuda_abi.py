@@ -6,9 +6,13 @@ from typing import Any, Dict, List
 
 from ._struct import Struct, handle
 from ._abi import (kvq_layer, kvq_layer_formats, kvq_requantize_report, kvq_rotary, kvq_save_options, kvq_snapshot,
-                   kvq_state_part, kvq_tensor, read_function, write_function)
+                   kvq_state_part, kvq_step_down_report, kvq_tensor, kvq_usage, read_function, write_function)
 
 ERROR_CUDA = 9
+CUDA_PLACE_NONE = 0
+CUDA_PLACE_DEVICE = 1
+CUDA_PLACE_HOST = 2
+CUDA_PLACE_FILE = 3
 
 allocate_function = CFUNCTYPE(c_void_p, c_void_p, c_size_t)
 deallocate_function = CFUNCTYPE(None, c_void_p, c_void_p, c_size_t)
@@ -70,6 +74,18 @@ class kvq_cuda_tier(Struct):
     _fields_ = [("age", c_int32), ("format", c_char_p)]
 
 
+class kvq_cuda_prefix_options(Struct):
+    _fields_ = [("size", c_size_t), ("device_bytes", c_size_t), ("host_bytes", c_size_t), ("file_bytes", c_size_t),
+                ("min_prefix_tokens", c_int32), ("min_quantize_tokens", c_int32), ("format", c_char_p),
+                ("folder", c_char_p), ("model", c_char_p)]
+
+
+class kvq_cuda_prefix_statistics(Struct):
+    _fields_ = [("size", c_size_t), ("entries", c_size_t), ("bytes", c_size_t), ("host_bytes", c_size_t),
+                ("files", c_size_t), ("file_bytes", c_size_t), ("fetches", c_uint64 * 4), ("tokens_saved", c_uint64),
+                ("stored", c_uint64), ("lowered", c_uint64), ("lost", c_uint64), ("failed", c_uint64)]
+
+
 class kvq_cuda_pages(Struct):
     _fields_ = [("format", c_char_p), ("keys", c_void_p), ("values", c_void_p), ("key_stride", c_size_t),
                 ("value_stride", c_size_t), ("page_tokens", c_int32), ("layer", c_int32)]
@@ -101,6 +117,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_sequence_fork": [handle, c_void_p, POINTER(handle)],
     "kvq_cuda_sequence_tokens": [handle, POINTER(c_int32)],
     "kvq_cuda_sequence_bytes": [handle, POINTER(c_size_t)],
+    "kvq_cuda_sequence_get_usage": [handle, POINTER(kvq_usage)],
     "kvq_cuda_sequence_trim": [handle, c_int32],
     "kvq_cuda_sequence_trim_limit": [handle, POINTER(c_int32)],
     "kvq_cuda_sequence_erase": [handle, c_int32, c_int32],
@@ -129,9 +146,12 @@ FUNCTIONS: Dict[str, List[Any]] = {
         c_void_p],
     "kvq_cuda_cache_graph_id": [handle, POINTER(c_uint64)],
     "kvq_cuda_cache_requantize": [handle, POINTER(handle), c_int32, POINTER(kvq_cuda_requantize_request), c_void_p],
+    "kvq_cuda_cache_commit_to": [handle, c_char_p],
     "kvq_cuda_cache_self_calibrate": [handle, POINTER(handle), c_int32, c_char_p, handle, c_int32, c_void_p,
         POINTER(c_int32)],
     "kvq_cuda_cache_step_down": [handle, POINTER(handle), c_int32, POINTER(kvq_cuda_tier), c_int32, c_size_t, c_void_p],
+    "kvq_cuda_cache_plan_step_down": [handle, POINTER(handle), c_int32, POINTER(kvq_cuda_tier), c_int32, c_size_t,
+        POINTER(kvq_step_down_report)],
     "kvq_cuda_cache_host_pages": [handle, c_size_t, POINTER(handle)],
     "kvq_cuda_sequence_offload": [handle, handle, c_void_p, POINTER(handle)],
     "kvq_cuda_sequence_onload": [handle, handle, c_void_p, POINTER(handle)],
@@ -140,6 +160,16 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_sequence_restore": [handle, POINTER(kvq_save_options), read_function, c_void_p, c_void_p,
         POINTER(handle)],
     "kvq_cuda_sequence_restore_file": [handle, POINTER(kvq_save_options), c_char_p, c_void_p, POINTER(handle)],
+    "kvq_cuda_prefix_cache_create": [handle, POINTER(kvq_cuda_prefix_options), POINTER(handle)],
+    "kvq_cuda_prefix_cache_free": [handle],
+    "kvq_cuda_prefix_cache_lookup": [handle, POINTER(c_int32), c_int32, POINTER(c_int32), POINTER(c_int32),
+        POINTER(c_int32)],
+    "kvq_cuda_prefix_cache_fetch": [handle, POINTER(c_int32), c_int32, c_void_p, POINTER(c_int32), POINTER(c_int32),
+        POINTER(c_int32), POINTER(handle)],
+    "kvq_cuda_prefix_cache_store": [handle, POINTER(c_int32), c_int32, handle, c_void_p],
+    "kvq_cuda_prefix_cache_park": [handle, POINTER(c_int32), c_int32, handle, c_void_p],
+    "kvq_cuda_prefix_cache_release": [handle, c_size_t, c_void_p],
+    "kvq_cuda_prefix_cache_get_statistics": [handle, POINTER(kvq_cuda_prefix_statistics)],
     "kvq_cuda_kernels_find": [c_char_p, c_int32, c_int32, c_char_p, POINTER(handle)],
     "kvq_cuda_kernels_free": [handle],
     "kvq_cuda_kernels_page_bytes": [handle, c_char_p, c_int32, c_int32, POINTER(c_size_t), POINTER(c_size_t)],

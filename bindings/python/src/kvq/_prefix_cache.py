@@ -29,6 +29,11 @@ class Match:
     """Leading tokens that need not be computed."""
 
 
+def match_of(kind: ctypes.c_int32, found: ctypes.c_int32) -> Match:
+    """What the library has written."""
+    return Match(_MATCHES[kind.value], found.value)
+
+
 @dataclass(frozen=True)
 class PrefixCacheStatistics:
     fetches: Dict[str, int]
@@ -71,14 +76,14 @@ class PrefixCache(Handle):
         """What fetch would find."""
         match, found = ctypes.c_int32(), ctypes.c_int32()
         library.kvq_prefix_cache_lookup(self, *integers(tokens, "tokens"), ctypes.byref(match), ctypes.byref(found))
-        return Match(_MATCHES[match.value], found.value)
+        return match_of(match, found)
 
     def fetch(self, tokens: Iterable[int]) -> Tuple[Sequence, Match]:
         """A sequence that holds as many of the first tokens as the store has; empty on a miss."""
         match, found, out = ctypes.c_int32(), ctypes.c_int32(), ctypes.c_void_p()
         library.kvq_prefix_cache_fetch(self, *integers(tokens, "tokens"), ctypes.byref(match), ctypes.byref(found),
                                        ctypes.byref(out))
-        return Sequence(self.cache, out.value or 0), Match(_MATCHES[match.value], found.value)
+        return Sequence(self.cache, out.value or 0), match_of(match, found)
 
     def store(self, tokens: Iterable[int], sequence: Sequence) -> str:
         """Stores the sequence of these tokens, its first len(tokens), which does not change. Returns "stored", "duplicate" or

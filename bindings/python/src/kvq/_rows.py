@@ -36,6 +36,8 @@ class Rows:
         for name, x in (("data", data), ("scales", scales)):
             if x is None:
                 continue
+            if not is_torch(x) and not hasattr(x, "shape"):
+                raise TypeError(f"{name} is a {type(x).__name__}, neither a numpy array nor a torch tensor")
             if len(x.shape) != 4 or (x.element_size() if is_torch(x) else getattr(x, "itemsize", 1)) != 1:
                 raise ArgumentError(f"kvq: {name} is {x.dtype} {list(x.shape)}, not bytes with four axes, {order} in blocks")
             address, strides = _memory(x, name, False)

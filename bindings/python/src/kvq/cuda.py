@@ -28,11 +28,12 @@ from ._errors import ArgumentError, OutOfMemoryError, UnsupportedError
 from ._formats import Statistics, from_c, reading, stream, written
 from ._layers import Layer, StatePart, layer_from_c, layers_to_c, part_number
 from ._library import Handle, _checked, ask, count, handle_of, library, limit, optional_handle, text
-from ._reports import RequantizeReport, Snapshot
+from ._prefix_cache import Match, match_of
+from ._reports import RequantizeReport, Snapshot, StepDownReport, Usage
 from ._sequence import File, Sequence as _HostSequence, save_options
 from ._tensors import Tensor, integers
 
-__all__ = ["Cache", "CacheInfo", "FormatEntry", "Sequence", "StateView", "available", "formats"]
+__all__ = ["Cache", "CacheInfo", "FormatEntry", "PrefixCache", "PrefixStatistics", "Sequence", "StateView", "available", "formats"]
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _NUMBERS = {torch.float16: _abi.FP16, torch.bfloat16: _abi.BF16}
@@ -446,6 +447,10 @@ class Cache(Handle):
         self._with_memory(self._f.kvq_cuda_cache_requantize, self, *_rows(sequences), ctypes.byref(r), self.stream())
         return from_c(RequantizeReport, report)
 
+    def commit_to(self, format: str) -> None:
+        """Pages of sequences that are made from now on take this format; others keep theirs."""
+        self._f.kvq_cuda_cache_commit_to(self, text(format))
+
     def self_calibrate(self, sequences: List_["Sequence"], format: str, statistics: Statistics, tokens: int = 512) -> bool:
         """Makes the plan of keys of a format (mix4, low3, low2) from the first tokens of these sequences. Call it after a step until it
         returns True; it returns False while there are fewer than `tokens`, all together. From then on new pages take the format, and pages
@@ -462,9 +467,16 @@ class Cache(Handle):
     def step_down(self, sequences: List_["Sequence"], tiers: List_[Tuple[int, str]], byte_budget: Optional[int] = None) -> None:
         """tiers: (age, format), ages ascending: from `age` tokens behind the newest one on, pages have this format. byte_budget: of all
         pages in use; beyond it the oldest pages go down further."""
-        c = (_cuda_abi.kvq_cuda_tier * len(tiers))(*[_cuda_abi.kvq_cuda_tier(age=a, format=text(f)) for a, f in tiers])
-        self._with_memory(self._f.kvq_cuda_cache_step_down, self, *_rows(sequences), c, len(tiers),
+        self._with_memory(self._f.kvq_cuda_cache_step_down, self, *_rows(sequences), *_tiers(tiers),
                           limit(byte_budget, "byte_budget"), self.stream())
+
+    def plan_step_down(self, sequences: List_["Sequence"], tiers: List_[Tuple[int, str]],
+                       byte_budget: Optional[int] = None) -> StepDownReport:
+        """A dry run of step_down: pages and bytes, to the byte."""
+        report = _abi.kvq_step_down_report()
+        self._f.kvq_cuda_cache_plan_step_down(self, *_rows(sequences), *_tiers(tiers), limit(byte_budget, "byte_budget"),
+                                              ctypes.byref(report))
+        return from_c(StepDownReport, report)
 
     def onload(self, sequence: _HostSequence) -> "Sequence":
         """A sequence from one of a CPU cache with the same options. Waits for the stream."""
@@ -514,6 +526,12 @@ class Sequence(Handle):
     def bytes(self) -> int:
         """Of its pages in all layers, shared ones included."""
         return ask(self.cache._f.kvq_cuda_sequence_bytes, self, out=ctypes.c_size_t)
+
+    def usage(self) -> Usage:
+        """Bytes of this sequence by kind. not_finite is 0: Cache.not_finite."""
+        c = _abi.kvq_usage()
+        self.cache._f.kvq_cuda_sequence_get_usage(self, ctypes.byref(c))
+        return from_c(Usage, c)
 
     def fork(self) -> "Sequence":
         """A sequence with the same tokens. Quantized pages are shared, 16-bit pages are copied."""
@@ -605,6 +623,94 @@ class Sequence(Handle):
         return written(lambda write: f.kvq_cuda_sequence_save(self, save_options(model), write, None, at))
 
 
+_PLACES = (None, "device", "host", "file")
+
+
+@dataclass(frozen=True)
+class PrefixStatistics:
+    entries: int
+    """On the device, now."""
+    bytes: int
+    """Of the pages of these entries, now."""
+    host_bytes: int
+    """Of pages in host memory, now."""
+    files: int
+    file_bytes: int
+    fetches: Dict[Optional[str], int]
+    """By place: "device", "host", "file"; None: misses."""
+    tokens_saved: int
+    stored: int
+    lowered: int
+    """Entries that left the device for a tier below."""
+    lost: int
+    """Entries that no tier had room for."""
+    failed: int
+    """Files that could not be written or read."""
+
+
+class PrefixCache(Handle):
+    """Prefixes and sequences that wait, by their token ids, over three tiers: device memory, pinned host memory, files. What has no room
+    in a tier goes to the next one, the least recently used first, and comes back byte for byte. What no tier has room for, and files that
+    are gone, cut or damaged, are misses.
+
+    device_bytes         of the pages that entries hold; None: no limit
+    host_bytes           of pinned memory, allocated at once; None: as much as is needed
+    file_bytes           of all files; None: no limit
+    folder               in which the store makes a folder of its own; None: no files
+    min_prefix_tokens    a shorter common prefix is a miss; None: 128
+    min_quantize_tokens  shorter entries keep their formats; None: 256
+    format               entries are requantized to it where that is smaller, as by Cache.requantize; None: they stay
+    model                any text, in the files
+    """
+
+    def __init__(self, cache: Cache, *, device_bytes: Optional[int] = None, host_bytes: Optional[int] = None,
+                 file_bytes: Optional[int] = None, folder: Union[str, os.PathLike, None] = None,
+                 min_prefix_tokens: Optional[int] = None, min_quantize_tokens: Optional[int] = None,
+                 format: Optional[str] = None, model: str = "") -> None:
+        self._f = handle_of(cache, Cache, "cache") and cache._f
+        o = _cuda_abi.kvq_cuda_prefix_options(
+            device_bytes=limit(device_bytes, "device_bytes"), host_bytes=limit(host_bytes, "host_bytes"),
+            file_bytes=limit(file_bytes, "file_bytes"), min_prefix_tokens=count(min_prefix_tokens, "min_prefix_tokens"),
+            min_quantize_tokens=count(min_quantize_tokens, "min_quantize_tokens"), format=text(format),
+            folder=None if folder is None else os.fsencode(folder), model=text(model))
+        self.cache = cache
+        super().__init__(ask(self._f.kvq_cuda_prefix_cache_create, cache, ctypes.byref(o)), self._f.kvq_cuda_prefix_cache_free)
+
+    def lookup(self, tokens: Iterable[int]) -> Tuple[Match, Optional[str]]:
+        """What fetch would find if files can be read, and where."""
+        match, found, place = ctypes.c_int32(), ctypes.c_int32(), ctypes.c_int32()
+        self._f.kvq_cuda_prefix_cache_lookup(self, *integers(tokens, "tokens"), ctypes.byref(match), ctypes.byref(found),
+                                             ctypes.byref(place))
+        return match_of(match, found), _PLACES[place.value]
+
+    def fetch(self, tokens: Iterable[int]) -> Tuple[Sequence, Match, Optional[str]]:
+        """A sequence that holds as many of the first tokens as the store has, empty on a miss; and where it was: "device", "host", "file"."""
+        match, found, place, out = ctypes.c_int32(), ctypes.c_int32(), ctypes.c_int32(), ctypes.c_void_p()
+        self.cache._with_memory(self._f.kvq_cuda_prefix_cache_fetch, self, *integers(tokens, "tokens"), self.cache.stream(),
+                                ctypes.byref(match), ctypes.byref(found), ctypes.byref(place), ctypes.byref(out))
+        return Sequence(self.cache, out.value or 0), match_of(match, found), _PLACES[place.value]
+
+    def store(self, tokens: Iterable[int], sequence: Sequence) -> None:
+        """Keeps the first len(tokens) tokens of a sequence, which does not change."""
+        self.cache._with_memory(self._f.kvq_cuda_prefix_cache_store, self, *integers(tokens, "tokens"),
+                                handle_of(sequence, Sequence, "sequence"), self.cache.stream())
+
+    def park(self, tokens: Iterable[int], sequence: Sequence) -> None:
+        """The same of a whole sequence that is not needed for now, without a copy. Then the sequence is empty."""
+        self.cache._with_memory(self._f.kvq_cuda_prefix_cache_park, self, *integers(tokens, "tokens"),
+                                handle_of(sequence, Sequence, "sequence"), self.cache.stream())
+
+    def release(self, bytes: int) -> None:
+        """Moves the least recently used entries down until those on the device hold `bytes` less: where a begin found no memory."""
+        self._f.kvq_cuda_prefix_cache_release(self, bytes, self.cache.stream())
+
+    def statistics(self) -> PrefixStatistics:
+        """What happened so far, and what the tiers hold now."""
+        c = _cuda_abi.kvq_cuda_prefix_statistics()
+        self._f.kvq_cuda_prefix_cache_get_statistics(self, ctypes.byref(c))
+        return from_c(PrefixStatistics, c, fetches=dict(zip(_PLACES, c.fetches)))
+
+
 class _Memory:
     """Bytes of the library's, as torch takes memory of a device."""
 
@@ -622,6 +728,11 @@ def _on_device(address: int, size: int, device: torch.device) -> torch.Tensor:
 def _rows(rows: Iterable[Optional[Sequence]]) -> Tuple[Any, int]:
     pointers = [None if s is None else handle_of(s, Sequence, "a row") for s in rows]
     return (ctypes.c_void_p * len(pointers))(*pointers), len(pointers)
+
+
+def _tiers(tiers: List_[Tuple[int, str]]) -> Tuple[Any, int]:
+    c = [_cuda_abi.kvq_cuda_tier(age=a, format=text(f)) for a, f in tiers]
+    return (_cuda_abi.kvq_cuda_tier * len(c))(*c), len(c)
 
 
 def _expect_on_device(name: str, x: torch.Tensor, dtype: torch.dtype) -> None:

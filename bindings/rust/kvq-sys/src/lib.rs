@@ -707,6 +707,7 @@ extern "C" {
     pub fn kvq_sequence_free(sequence: *mut kvq_sequence) -> kvq_status;
     pub fn kvq_sequence_fork(sequence: *const kvq_sequence, out: *mut *mut kvq_sequence) -> kvq_status;
     pub fn kvq_sequence_tokens(sequence: *const kvq_sequence, layer: i32, tokens: *mut i32) -> kvq_status;
+    pub fn kvq_sequence_get_layer(sequence: *const kvq_sequence, layer: i32, out: *mut kvq_layer) -> kvq_status;
     pub fn kvq_sequence_prefill(sequence: *mut kvq_sequence, layer: i32, k: *const kvq_tensor, v: *const kvq_tensor,
         q: *const kvq_tensor, out: *const kvq_tensor, options: *const kvq_attend_options) -> kvq_status;
     pub fn kvq_sequence_append(sequence: *mut kvq_sequence, layer: i32, k: *const kvq_tensor, v: *const kvq_tensor) ->

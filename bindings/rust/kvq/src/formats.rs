@@ -153,6 +153,34 @@ impl Format {
         let handle = raw::RawFormat::make(|out| unsafe { sys::kvq_format_find(name.as_ptr(), role.to_c(), of, out) })?;
         Ok(Format { handle, role })
     }
+    /// Of rows in the bytes of another system.
+    pub(crate) fn find_rows(name: &str, tensor_scale: f32) -> Result<Self> {
+        let name = Text::new(name)?;
+        let handle =
+            raw::RawFormat::make(|out| unsafe { sys::kvq_format_find_rows(name.as_ptr(), tensor_scale, out) })?;
+        Ok(Format {
+            handle,
+            role: Role::Key,
+        })
+    }
+    pub(crate) fn raw(&self) -> *const sys::kvq_format {
+        self.handle.raw()
+    }
+    /// Of a token and head, scales that lie beside it included.
+    pub(crate) fn row_bytes(&self, dim: i32) -> Result<usize> {
+        let tokens = 16; // a page of so many rows has no padding
+        let shape = sys::kvq_page_shape {
+            role: self.role.to_c(),
+            tokens,
+            heads: 1,
+            dim,
+            layer: 0,
+            first_head: 0,
+        };
+        let page: usize =
+            ask(|out| unsafe { sys::kvq_format_page_bytes(self.handle.raw(), &shape, out, ptr::null_mut()) })?;
+        Ok(page / tokens as usize)
+    }
     /// Describes it for blocks of tokens x dim values.
     pub fn describe(&self, tokens: usize, dim: usize) -> Result<FormatDescription> {
         let mut c = init!(kvq_format_description {});

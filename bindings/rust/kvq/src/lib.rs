@@ -32,6 +32,7 @@ mod options;
 mod prefix_cache;
 mod reports;
 mod ring;
+mod rows;
 mod sequence;
 mod tensor;
 
@@ -48,6 +49,7 @@ pub use reports::{
     SkippingReport, Snapshot, StepDownPolicy, StepDownReport, Tier, Usage,
 };
 pub use ring::{Ring, RingOptions};
+pub use rows::{attend_rows, Rows};
 pub use sequence::{Receiver, Sequence};
 pub use tensor::{Bf16, Tensor, TensorMut, Value, F16};
 

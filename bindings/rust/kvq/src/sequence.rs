@@ -183,6 +183,67 @@ impl Sequence {
         check(unsafe { sys::kvq_sequence_splice(self.raw(), other.raw(), first, last) })
     }
 
+    /// How much attention the tokens of a layer get: [kv_heads][tokens], of each kv head the sum of the weights of a token over the
+    /// queries and query heads. q and options as for attend, without lists, selected pages, skipped values and lse.
+    pub fn attention_mass<Q: Value>(
+        &self,
+        layer: usize,
+        q: &Tensor<Q>,
+        mut options: AttendOptions,
+    ) -> Result<Vec<f32>> {
+        let mut call = Call::new(&mut options, Some(&q.c))?;
+        let number = int(layer, "layer")?;
+        let mut mass = vec![0f32; self.kv_heads(number)? * self.tokens(Some(layer))?];
+        check(unsafe {
+            sys::kvq_sequence_attention_mass(self.raw(), number, &q.c, mass.as_mut_ptr(), call.options())
+        })?;
+        Ok(mass)
+    }
+    fn kv_heads(&self, layer: i32) -> Result<usize> {
+        let mut of = sys::kvq_layer {
+            kind: 0,
+            kv_heads: 0,
+            head_dim: 0,
+            value_dim: 0,
+            window: 0,
+            sinks: 0,
+            owner: 0,
+        };
+        check(unsafe { sys::kvq_sequence_get_layer(self.raw(), layer, &mut of) })?;
+        Ok(of.kv_heads as usize)
+    }
+    /// Tokens [first, last) behind its sinks that a layer does not hold any more; equal: there are none.
+    pub fn gap(&self, layer: usize) -> Result<(usize, usize)> {
+        let layer = int(layer, "layer")?;
+        let (mut first, mut last) = (0, 0);
+        check(unsafe { sys::kvq_sequence_gap(self.raw(), layer, &mut first, &mut last) })?;
+        Ok((first as usize, last as usize))
+    }
+    /// Drops all tokens of a layer but those that its kv heads list. kept: [kv_heads][count] positions that ascend and begin with all
+    /// sinks. The sequence has as many tokens as before; trims go back to this point. For layers of full and latent attention.
+    pub fn retain(&mut self, layer: usize, kept: &[i32], count: usize) -> Result<()> {
+        let (layer, number) = (int(layer, "layer")?, int(count, "count")?);
+        let heads = self.kv_heads(layer)?;
+        if heads.checked_mul(count) != Some(kept.len()) {
+            return Err(Error::argument(format!(
+                "{} positions for {} kv heads that keep {} each",
+                kept.len(),
+                heads,
+                count
+            )));
+        }
+        check(unsafe { sys::kvq_sequence_retain(self.raw(), layer, kept.as_ptr(), number) })
+    }
+    /// All tokens of such layers stay 16 bit until retain of the layer, or release: those of a prompt, so that only what is kept of it
+    /// is quantized.
+    pub fn hold(&mut self) -> Result<()> {
+        check(unsafe { sys::kvq_sequence_hold(self.raw()) })
+    }
+    /// Quantizes what hold has kept in 16 bit.
+    pub fn release(&mut self) -> Result<()> {
+        check(unsafe { sys::kvq_sequence_release(self.raw()) })
+    }
+
     /// Gives back what [`Cache::reserve`] took and no step has used.
     pub fn release_reserved(&mut self) -> Result<()> {
         check(unsafe { sys::kvq_sequence_release_reserved(self.raw()) })

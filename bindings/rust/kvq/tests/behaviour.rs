@@ -978,3 +978,101 @@ fn lifetimes_and_threads() {
     drop(store);
     assert_eq!(version().split('.').count(), 3);
 }
+
+#[test]
+fn tokens_dropped_head_by_head() {
+    let cache = Cache::new(&CacheOptions {
+        sinks: Some(2),
+        ..options("int8")
+    })
+    .unwrap();
+    let mut s = filled(&cache, 100);
+    let q = values(99, Q * D);
+    let mass = s
+        .attention_mass(0, &Tensor::new(&q, 1, Q, D).unwrap(), AttendOptions::default())
+        .unwrap();
+    assert_eq!(mass.len(), KV * 100);
+    let sum: f32 = mass.iter().sum();
+    assert!((sum - Q as f32).abs() < 1e-3, "{}", sum);
+    let kept: Vec<i32> = (0..KV)
+        .flat_map(|h| (0..50).map(move |i| if i < 2 { i } else { 50 + i - h as i32 }))
+        .collect();
+    refused(s.retain(0, &kept, 49), Status::Argument, "100 positions for 2 kv heads");
+    refused(s.retain(2, &kept, 50), Status::Argument, "layer 2 is not among");
+    s.retain(0, &kept, 50).unwrap();
+    assert_eq!((s.gap(0).unwrap(), s.gap(1).unwrap()), ((2, 52), (2, 2)));
+    assert_eq!(s.tokens(Some(0)).unwrap(), 100);
+    assert!(attended(&s, AttendOptions::default())
+        .unwrap()
+        .iter()
+        .all(|x| x.is_finite()));
+    // What is held stays 16 bit until it is released.
+    let mut held = cache.new_sequence().unwrap();
+    held.hold().unwrap();
+    let (k, v) = (values(1, 100 * KV * D), values(2, 100 * KV * D));
+    for layer in 0..2 {
+        held.append(
+            layer,
+            &Tensor::new(&k, 100, KV, D).unwrap(),
+            &Tensor::new(&v, 100, KV, D).unwrap(),
+        )
+        .unwrap();
+    }
+    assert_eq!(held.usage().unwrap().quantized, 0);
+    held.release().unwrap();
+    assert!(held.usage().unwrap().quantized > 0);
+}
+
+#[test]
+fn rows_of_another_system() {
+    // fp8: 0x38 is 1, so all values are the scale.
+    let (blocks, tokens) = (3, 8);
+    let data = vec![0x38u8; blocks * tokens * KV * D];
+    let shape = [blocks, tokens, KV];
+    let (keys, of_values) = (
+        Rows::new("fp8", &data, shape, 1.0).unwrap(),
+        Rows::new("fp8", &data, shape, 0.5).unwrap(),
+    );
+    let q = values(99, Q * D);
+    let mut out = vec![0f32; Q * D];
+    let mut attend = |tokens: usize, table: Option<&[i32]>, dim: usize| {
+        attend_rows(
+            &keys,
+            &of_values,
+            tokens,
+            table,
+            &Tensor::new(&q[..Q * dim], 1, Q, dim)?,
+            &mut TensorMut::new(&mut out[..Q * dim], 1, Q, dim)?,
+            AttendOptions::default(),
+        )
+    };
+    attend(20, Some(&[2, 0, 1]), D).unwrap();
+    refused(attend(25, None, D), Status::Argument, "25");
+    refused(attend(20, Some(&[2, 0, 3]), D), Status::Argument, "3");
+    refused(
+        attend(20, None, 16),
+        Status::Argument,
+        "keys have 32 bytes and 0 of scales a token and head, but 16 channels take 16 and 0",
+    );
+    assert!(out.iter().all(|x| (x - 0.5).abs() < 1e-6));
+    refused(
+        Rows::new("fp8", &data[1..], shape, 1.0),
+        Status::Argument,
+        "no whole rows of 3 blocks",
+    );
+    refused(Rows::new("std4", &data, shape, 1.0), Status::Argument, "std4");
+    let short = vec![0u8; blocks * tokens * KV * D / 2];
+    let scales = vec![0x38u8; blocks * tokens * KV * D / 16];
+    let packed = Rows::with_scales("nvfp4", &short, &scales, shape, 1.0).unwrap();
+    attend_rows(
+        &packed,
+        &packed,
+        24,
+        None,
+        &Tensor::new(&q, 1, Q, D).unwrap(),
+        &mut TensorMut::new(&mut out, 1, Q, D).unwrap(),
+        AttendOptions::default(),
+    )
+    .unwrap();
+    assert!(out.iter().all(|x| *x == 0.0));
+}

@@ -245,7 +245,7 @@ public:
     /// (bytes_in_use()), a page holds K and V of all layers of a group, and there is no workspace.
     status requantize(std::span<const sequence_id> ids, const requantize_request& request,
                       cudaStream_t stream, requantize_report* report = nullptr);
-    /// A dry run: the report that requantize() would give, byte for byte.
+    /// Dry runs: the reports that requantize() would give and of what step_down() would do, byte for byte.
     status plan_requantize(std::span<const sequence_id> ids, const requantize_request& request,
                            requantize_report& report) const;
     /// Pages get the format of the last tier whose age all of their tokens have. Ages ascend. Pages only
@@ -254,6 +254,8 @@ public:
     /// at the end, if all of them are in the last tier.
     status step_down(std::span<const sequence_id> ids, std::span<const tier> tiers, cudaStream_t stream,
                      std::size_t byte_budget = no_budget);
+    status plan_step_down(std::span<const sequence_id> ids, std::span<const tier> tiers,
+                          requantize_report& report, std::size_t byte_budget = no_budget) const;
     static constexpr std::size_t no_budget = ~std::size_t{0};
 
     /// Of one sequence, as sequence::usage(): bytes of device memory in all layers. None for a sequence that
@@ -476,7 +478,12 @@ private:
     };
     status convert_pages(detail::layer_group& g, int from, int target, std::span<const page_pair> pages,
                          cudaStream_t stream);
-    requantize_report report_of(std::span<const sequence_id> ids, const format_changes& changes) const;
+    requantize_report report_of(std::span<const sequence_id> ids, const format_changes& changes,
+                                std::size_t in_use) const;
+    struct rehearsal;
+    template <class InUse, class Carry>
+    status lower_pages(std::span<const sequence_id> ids, std::span<const tier> tiers, std::size_t byte_budget,
+                       InUse&& bytes, Carry&& carry);
     status requantize_pages(std::span<const sequence_id> ids, format_changes& changes, cudaStream_t stream);
     status check_format(std::string_view format) const;
     struct named_format {

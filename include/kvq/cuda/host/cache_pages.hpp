@@ -9,6 +9,8 @@
 #pragma once
 
 #include <algorithm>
+#include <deque>
+#include <map>
 
 #include "cache_class.hpp"
 
@@ -230,11 +232,11 @@ inline status cache::find_changes(std::span<const sequence_id> ids, const common
     return result;
 }
 
-/// What a run of these changes does.
-inline requantize_report cache::report_of(std::span<const sequence_id> ids,
-                                          const format_changes& changes) const {
+/// What a run of these changes does, with so many bytes in use before it.
+inline requantize_report cache::report_of(std::span<const sequence_id> ids, const format_changes& changes,
+                                          std::size_t in_use) const {
     requantize_report r;
-    r.bytes_before = r.bytes_after = bytes_in_use();
+    r.bytes_before = r.bytes_after = in_use;
     for (std::size_t i = 0; i < changes.size(); ++i) {
         const detail::layer_group& g = groups_[i];
         for (const format_change& c : changes[i]) {
@@ -346,7 +348,7 @@ inline status cache::plan_requantize(std::span<const sequence_id> ids, const req
     format_changes changes;
     // Tables are only read.
     if (status s = const_cast<cache&>(*this).find_changes(ids, request, changes); !s) return s;
-    report = report_of(ids, changes);
+    report = report_of(ids, changes, bytes_in_use());
     return {};
 }
 
@@ -354,7 +356,7 @@ inline status cache::requantize(std::span<const sequence_id> ids, const requanti
                                 cudaStream_t stream, requantize_report* report) {
     format_changes changes;
     if (status s = find_changes(ids, request, changes); !s) return s;
-    const requantize_report done = report_of(ids, changes);
+    const requantize_report done = report_of(ids, changes, bytes_in_use());
     if (status s = requantize_pages(ids, changes, stream); !s) return s;
     if (request.new_pages)
         for (std::size_t i = 0; i < groups_.size(); ++i)
@@ -366,8 +368,10 @@ inline status cache::requantize(std::span<const sequence_id> ids, const requanti
     return {};
 }
 
-inline status cache::step_down(std::span<const sequence_id> ids, std::span<const tier> tiers,
-                               cudaStream_t stream, std::size_t byte_budget) {
+/// What stepping down does, page by page. bytes(): in use; carry(changes): carries them out.
+template <class InUse, class Carry>
+status cache::lower_pages(std::span<const sequence_id> ids, std::span<const tier> tiers,
+                          std::size_t byte_budget, InUse&& bytes, Carry&& carry) {
     if (status s = check_batch(ids, false); !s) return s;
     if (status s = check_no_draft(ids); !s) return s;
     for (std::size_t i = 0; i < tiers.size(); ++i) {
@@ -384,7 +388,7 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
     format_changes changes;
     std::size_t changing = 0;  // the tier of `changes`
     const auto carry_out = [&] {
-        if (result) result = requantize_pages(ids, changes, stream);
+        if (result) result = carry(changes);
     };
     std::size_t in_use = 0;
     // The changes of a tier are carried out together.
@@ -398,13 +402,106 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
     if (tiers.empty()) return {};
     common::step_down_by_age(ages, lengths, lower);
     carry_out();
-    in_use = bytes_in_use();
+    in_use = bytes();
     std::vector<const common::page_table*> read;
     for (std::size_t i = 0; i < step_groups(); ++i)
         for (const common::page_table* const table : tables_of(ids, i)) read.push_back(table);
     common::step_down_by_budget(tiers.size(), read, in_use, byte_budget, lower);
     carry_out();
     return result;
+}
+
+inline status cache::step_down(std::span<const sequence_id> ids, std::span<const tier> tiers,
+                               cudaStream_t stream, std::size_t byte_budget) {
+    return lower_pages(
+        ids, tiers, byte_budget, [&] { return bytes_in_use(); },
+        [&](format_changes& changes) { return requantize_pages(ids, changes, stream); });
+}
+
+/// The tables of sequences with other pages in them, of as many bytes, formats and holders, but without
+/// memory: changes are carried out on these. Then the tables are as before.
+struct cache::rehearsal final : page_owner {
+    cache& of;
+    std::size_t in_use;
+    std::deque<page> made;
+    std::vector<page_ref> elsewhere;  // what other holders have
+    std::vector<std::pair<detail::sequence_pages*, detail::sequence_pages>> before;
+
+    rehearsal(cache& c, std::span<const sequence_id> ids) : of(c), in_use(c.bytes_in_use()) {
+        std::map<const page*, page_ref> twins;
+        before.reserve(ids.size() * of.groups_.size());
+        for (const sequence_id id : ids)
+            for (detail::sequence_pages& pages : of.entry_of(id).pages) {
+                detail::sequence_pages copy = pages;
+                for (page_span& span : copy.table.spans)
+                    for (page_ref* const p : {&span.pages[0], &span.copies[0]})
+                        if (*p) {
+                            page_ref& twin = twins[p->get()];
+                            if (!twin) twin = make((*p)->format, (*p)->bytes);
+                            *p = twin;
+                        }
+                copy.sinks.clear();
+                copy.ahead.clear();
+                copy.leaving.clear();
+                std::swap(pages, copy);
+                before.emplace_back(&pages, std::move(copy));
+            }
+        for (const auto& [held, twin] : twins)
+            for (auto more = held->references.load() - (twin.references() - 1); more > 0; --more)
+                elsewhere.push_back(twin);
+    }
+    ~rehearsal() {
+        for (auto& [pages, old] : before) *pages = std::move(old);
+    }
+    rehearsal(const rehearsal&) = delete;
+    rehearsal& operator=(const rehearsal&) = delete;
+
+    page_ref make(int format, std::size_t bytes) {
+        page& p = made.emplace_back();
+        p.format = format;
+        p.bytes = bytes;
+        p.owner = this;
+        p.references.store(1);
+        return page_ref(&p);
+    }
+    void free(page* p) noexcept override { in_use -= p->bytes; }
+
+    void carry_out(std::span<const sequence_id> ids, format_changes& changes) {
+        for (std::size_t i = 0; i < changes.size(); ++i) {
+            const detail::layer_group& g = of.groups_[i];
+            for (format_change& c : changes[i]) {
+                c.to = make(c.format + 1, g.quantized[static_cast<std::size_t>(c.format)].page_bytes());
+                in_use += c.to->bytes;
+                for (const common::held_span& at : c.spans)
+                    of.entry_of(ids[static_cast<std::size_t>(at.table)])
+                        .pages[i]
+                        .table.change_page(at.span, 0, c.to, g.geometry, g.geometry.rollback);
+            }
+        }
+        changes.clear();
+    }
+};
+
+inline status cache::plan_step_down(std::span<const sequence_id> ids, std::span<const tier> tiers,
+                                    requantize_report& report, std::size_t byte_budget) const {
+    cache& self = const_cast<cache&>(*this);  // its tables are as before when this ends
+    if (status s = self.check_batch(ids, false); !s) return s;
+    requantize_report sum;
+    rehearsal tables(self, ids);
+    sum.bytes_before = sum.bytes_peak = tables.in_use;
+    status s = self.lower_pages(
+        ids, tiers, byte_budget, [&] { return tables.in_use; },
+        [&](format_changes& changes) {
+            const requantize_report r = report_of(ids, changes, tables.in_use);
+            sum.pages += r.pages;
+            sum.bytes_freed += r.bytes_freed;
+            sum.bytes_peak = common::larger(sum.bytes_peak, r.bytes_peak);
+            tables.carry_out(ids, changes);
+            return status{};
+        });
+    sum.bytes_after = tables.in_use;
+    if (s) report = sum;
+    return s;
 }
 
 }}}  // namespace kvq::cuda

@@ -93,15 +93,23 @@ public:
     status fetch(token_ids tokens, found_prefix& found, cudaStream_t stream) {
         found = {};
         nearest here = nearest_of(tokens);
-        if (below_.lookup(tokens).tokens > here.tokens) {
-            if (status s = fetch_below(tokens, here.tokens, found, stream); !s) return s;
-            here = nearest_of(tokens);  // entries may have gone down
-        }
-        if (found.id == sequence_id{} && here.tokens > 0) {
-            fresh_sequence copy{gpu_, {}};
-            if (status s = gpu_.fork(here.at->id, copy.id, stream); !s) return s;
-            if (status s = gpu_.trim(copy.id, here.tokens); !s) return s;
+        while (found.id == sequence_id{}) {
+            if (below_.lookup(tokens).tokens > here.tokens) {
+                if (status s = fetch_below(tokens, here.tokens, found, stream); !s) return s;
+                if (found.id != sequence_id{}) break;
+                here = nearest_of(tokens);  // entries may have gone down
+            }
+            if (here.tokens == 0) break;
             entries_.splice(entries_.begin(), entries_, here.at);
+            fresh_sequence copy{gpu_, {}};
+            if (status s = gpu_.fork(here.at->id, copy.id, stream); !s) {
+                // Without memory for a copy others go down, at last the entry itself, which then comes back.
+                if (s.code != cudaErrorMemoryAllocation) return s;
+                if (status t = lower_to(bytes() / 2, stream); !t) return t;
+                here = nearest_of(tokens);
+                continue;
+            }
+            if (status s = gpu_.trim(copy.id, here.tokens); !s) return s;
             found = {here.match, here.tokens, copy.take(), prefix_place::device};
         }
         if (found.place == prefix_place::none) found.match = here.match;
@@ -110,18 +118,16 @@ public:
         return {};
     }
 
-    /// Keeps the first tokens.size() tokens of a sequence.
+    /// Keeps the first tokens.size() tokens of a sequence. Without device memory for a copy others go down; at
+    /// last the tiers below get one.
     status store(token_ids tokens, sequence_id id, cudaStream_t stream) {
         if (status s = check(tokens, id, false); !s || is_here(tokens)) return s;
-        fresh_sequence copy{gpu_, {}};
-        if (status s = gpu_.fork(id, copy.id, stream); !s) return s;
-        const auto count = static_cast<int>(tokens.size());
-        if (status s = gpu_.trim(copy.id, count); !s) return s;
-        if (const int held = gpu_.tokens(copy.id); held != count)
-            return detail::bad_value("%d tokens, but the state is that of %d", count, held);
-        if (status s = quantize(copy.id, stream); !s) return s;
-        insert(tokens, copy.id);
-        return lower_to(options_.bytes.device, stream);
+        for (;;) {
+            const status s = copy_entry(tokens, id, stream);
+            if (s.code != cudaErrorMemoryAllocation || is_here(tokens)) return s;
+            if (entries_.empty()) return lower(tokens, id, stream);
+            if (status t = lower_to(bytes() / 2, stream); !t) return t;
+        }
     }
 
     /// store() of a whole sequence that is not needed for now, without a copy: then the store has it, and id
@@ -249,7 +255,8 @@ private:
         });  // behind it its pages on the host are free for entries that go down
         if (!s || !enough || made.id == sequence_id{}) return s;
         // Without memory for an entry the tier below keeps it.
-        s = store(tokens.first(static_cast<std::size_t>(from.tokens)), made.id, stream);
+        const token_ids held = tokens.first(static_cast<std::size_t>(from.tokens));
+        if (!is_here(held)) s = copy_entry(held, made.id, stream);
         if (!s && s.code != cudaErrorMemoryAllocation) return s;
         from.id = made.take();
         found = from;
@@ -281,6 +288,17 @@ private:
         if (options_.format.empty() || gpu_.tokens(id) < options_.min_quantize_tokens) return {};
         return gpu_.requantize(std::span(&id, 1), {.format = options_.format, .only_smaller = true}, stream);
     }
+    status copy_entry(token_ids tokens, sequence_id id, cudaStream_t stream) {
+        fresh_sequence copy{gpu_, {}};
+        if (status s = gpu_.fork(id, copy.id, stream); !s) return s;
+        const auto count = static_cast<int>(tokens.size());
+        if (status s = gpu_.trim(copy.id, count); !s) return s;
+        if (const int held = gpu_.tokens(copy.id); held != count)
+            return detail::bad_value("%d tokens, but the state is that of %d", count, held);
+        if (status s = quantize(copy.id, stream); !s) return s;
+        insert(tokens, copy.id);
+        return lower_to(options_.bytes.device, stream);
+    }
     /// An entry, which takes the sequence.
     void insert(token_ids tokens, sequence_id& id) {
         std::list<entry> fresh(1);
@@ -310,7 +328,7 @@ private:
         held_pages held = pages_of_entries();
         while (!entries_.empty() && held.bytes > bytes) {
             const position last = std::prev(entries_.end());
-            if (status s = lower(*last, stream); !s) return s;
+            if (status s = lower(last->node->tokens(), last->id, stream); !s) return s;
             detail::cache_access::for_each_page(gpu_, last->id, [&](const page& p) {
                 if (--held.holders[&p] == 0) held.bytes -= p.bytes;
             });
@@ -319,16 +337,15 @@ private:
         return {};
     }
     /// A copy in the tiers below, unless none has room.
-    status lower(const entry& e, cudaStream_t stream) {
-        const token_ids tokens = e.node->tokens();
+    status lower(token_ids tokens, sequence_id id, cudaStream_t stream) {
         if (below_.refresh(tokens)) return ++report_.lowered, status{};
-        const std::size_t wanted = gpu_.usage(e.id).bytes;
+        const std::size_t wanted = gpu_.usage(id).bytes;
         for (;;) {
             status s;
             store_outcome outcome{};
             const bool enough = common::has_memory([&] {
                 kvq::sequence held = pages_.cache().new_sequence();
-                s = offload(gpu_, e.id, held, stream);
+                s = offload(gpu_, id, held, stream);
                 if (s) outcome = below_.store(tokens, held);
             });
             if (!s) return s;
