@@ -410,8 +410,8 @@ KVQ_API kvq_status kvq_cuda_sequence_restore_file(kvq_cuda_cache* cache, const k
 
 // ---- prefixes and sequences that wait ---------------------------------------------------------------------
 // By their token ids, over three tiers: device memory, pinned host memory, files. What has no room in a tier
-// goes to the next one, the least recently used first, and comes back byte for byte when it is asked for. What
-// no tier has room for, and files that are gone, cut or damaged, are misses. Results are those of
+// goes to the next one, the least recently used first, and comes back byte for byte when it is asked for.
+// What no tier has room for, and files that are gone, cut or damaged, are misses. Results are those of
 // kvq_prefix_cache (KVQ_MATCH_...). Functions that change a store may wait for the stream.
 
 enum {  // where a prefix was found

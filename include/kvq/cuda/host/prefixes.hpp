@@ -118,8 +118,8 @@ public:
         return {};
     }
 
-    /// Keeps the first tokens.size() tokens of a sequence. Without device memory for a copy others go down; at
-    /// last the tiers below get one.
+    /// Keeps the first tokens.size() tokens of a sequence. Without device memory for a copy others go down;
+    /// at last the tiers below get one.
     status store(token_ids tokens, sequence_id id, cudaStream_t stream) {
         if (status s = check(tokens, id, false); !s || is_here(tokens)) return s;
         for (;;) {
