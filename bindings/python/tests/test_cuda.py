@@ -14,6 +14,7 @@ except ImportError:
     torch = None
 
 import kvq
+import kvq.press
 
 DEVICE = os.environ.get("KVQ_TEST_DEVICE", "cuda")
 ready = torch is not None and (DEVICE == "cpu" or torch.cuda.is_available())
@@ -111,6 +112,9 @@ class Caches(OnGpu):
             gpu.from_bytes(file, "other")
         plan = gpu.requantize([again], "kivi-4-g64", dry_run=True)
         self.assertEqual((plan.pages, plan.bytes_after), (0, plan.bytes_before))
+        for call in (lambda: again.retain(0, [[0]]), again.hold, lambda: kvq.press.retain(again, 0, None, 0.5)):
+            with self.assertRaisesRegex(kvq.UnsupportedError, "head by head on the CPU alone"):
+                call()
         usage, of_cpu = again.usage(), host[1].usage()
         self.assertEqual((usage.bytes, usage.quantized, usage.rollback, usage.tokens),
                          (again.bytes, of_cpu.quantized, of_cpu.rollback, of_cpu.tokens))

@@ -603,6 +603,13 @@ class Sequence(Handle):
         """From this number of tokens on, trim reaches every one; earlier ones need tokens that a layer with a window has freed."""
         return ask(self.cache._f.kvq_cuda_sequence_trim_limit, self, out=ctypes.c_int32)
 
+    def retain(self, *_: Any, **__: Any) -> Any:
+        """Refused, with the reason; so are hold, release, gap and attention_mass."""
+        raise UnsupportedError("kvq: tokens are dropped head by head on the CPU alone, since pages of a GPU begin at whole multiples of "
+                               "page_tokens for all kv heads")
+
+    hold = release = gap = attention_mass = retain
+
     def offload(self, to: _HostCache) -> _HostSequence:
         """A sequence of a CPU cache with the same options and the same bytes of pages. Waits for the stream."""
         return _HostSequence(to, ask(self.cache._f.kvq_cuda_sequence_offload, self, handle_of(to, _HostCache, "to"),
