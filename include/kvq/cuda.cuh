@@ -16,7 +16,7 @@
 //                        cuda/store/store_new_tokens.cuh
 //   commit_due_pages     pages that leave the window quantized, all layers at once
 //                        cuda/quantize/commit_due_pages.cuh
-//   commit_full_pages, requantize_pages, dequantize_tokens
+//   commit_full_pages, requantize_pages, convert_pages, dequantize_tokens
 //     cuda/quantize/pages.cuh
 //   attend               fused attention over packed pages, of a step also with its new tokens
 //                        cuda/decode/attend.cuh, attend_new_tokens.cuh
@@ -43,6 +43,7 @@
 #include "cuda/latent/latent_lists.cuh"
 #include "cuda/prefill/prefill.cuh"
 #include "cuda/quantize/commit_due_pages.cuh"
+#include "cuda/quantize/convert.cuh"
 #include "cuda/quantize/pages.cuh"
 #include "cuda/store/store.cuh"
 #include "cuda/store/store_new_tokens.cuh"

@@ -50,15 +50,6 @@ float bytes_of_others(float key_scale, float value_scale) {
     return cache.own_keys.scheme.tensor_scale();
 }
 
-bool records_of_others(std::byte* memory) {
-    using v3 = kvq::records_of<kvq::record_layout_number("mla-656")>;
-    // clang-format off
-    kvq::cuda::cache_ref<kvq::cuda::latent_pair<v3, /*latent*/ 512, /*rotary*/ 64, /*values*/ 512, /*page_tokens*/ 64>> pages;
-    // clang-format on
-    pages.key_pages = memory;
-    return pages.key_page_bytes == 0;
-}
-
 /// A template, so that these kernels are checked and not compiled: tests/gpu/cache.cu compiles such.
 template <int = 0>
 void owned_pages(const kvq::token_view<const kvq::float16>* k, const kvq::token_view<const kvq::float16>* v,

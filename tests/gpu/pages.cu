@@ -426,6 +426,131 @@ void check_commit(int step, int second) {
     std::printf("  commit on the device, %d tokens a step\n", step);
 }
 
+/// Pages of one block of keys and one of values a head, in any order: [sequence][token][head][channel] as
+/// floats to pages of Format, or the other way round, by the CPU's schemes.
+template <class Format>
+struct paged {
+    int heads, first_token, columns = 0, count = 0;
+    std::vector<int> lengths, table;
+    std::vector<std::byte> bytes[2];
+
+    paged(test::rng& r, int kv_heads, int first, const std::vector<int>& tokens)
+        : heads(kv_heads), first_token(first), lengths(tokens) {
+        for (const int n : tokens) columns = std::max(columns, (n - first) / Format::page_tokens + 2);
+        count = columns * static_cast<int>(tokens.size()) + 1;
+        std::vector<int> order(static_cast<std::size_t>(count));
+        for (int i = 0; i < count; ++i) order[static_cast<std::size_t>(i)] = i;
+        std::shuffle(order.begin(), order.end(), r);
+        table.assign(order.begin(), order.end() - 1);
+        bytes[0].assign(static_cast<std::size_t>(count * heads) * Format::key_block_bytes, std::byte{0x7f});
+        bytes[1].assign(static_cast<std::size_t>(count * heads) * Format::value_block_bytes, std::byte{0x7f});
+    }
+    /// f(shape, scheme, block, id, tensor, page's first token, sequence) of every block that holds tokens.
+    template <class F>
+    void each_block(const F& f) {
+        for (std::size_t b = 0; b < lengths.size(); ++b)
+            for (int c = 0; first_token + c * Format::page_tokens < lengths[b]; ++c)
+                for (int h = 0; h < heads; ++h) {
+                    const int page =
+                        table[b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(c)];
+                    const auto at = static_cast<std::size_t>(page * heads + h);
+                    const int first = first_token + c * Format::page_tokens;
+                    if (page < 0) continue;
+                    f(block_shape{tensor::key, Format::page_tokens, Format::head_dim},
+                      typename Format::keys{}, &bytes[0][at * Format::key_block_bytes], h, 0, first, b);
+                    if constexpr (Format::value_block_bytes > 0)
+                        f(block_shape{tensor::value, Format::page_tokens, Format::value_dim},
+                          typename Format::values{}, &bytes[1][at * Format::value_block_bytes], h, 1, first,
+                          b);
+                }
+    }
+    /// Of [sequence] and K or V: [token][head][channel].
+    using numbers = std::vector<std::vector<float>>;
+    void quantize(const numbers (&x)[2]) {
+        each_block([&](const block_shape& s, const auto& scheme, std::byte* block, int h, int v, int first,
+                       std::size_t b) {
+            std::vector<float> page(s.values(), 0.0f);
+            for (int t = 0; t < s.tokens && first + t < lengths[b]; ++t)
+                for (int c = 0; c < s.dim; ++c)
+                    page[static_cast<std::size_t>(t * s.dim + c)] =
+                        x[v][b][static_cast<std::size_t>(((first + t) * heads + h) * s.dim + c)];
+            scheme.quantize(s, {0, h}, page.data(), block);
+        });
+    }
+    void dequantize(numbers (&x)[2]) {
+        for (int v = 0; v < 2; ++v) {
+            x[v].clear();
+            for (const int n : lengths)
+                x[v].emplace_back(
+                    static_cast<std::size_t>(n * heads * (v == 0 ? Format::head_dim : Format::value_dim)),
+                    0.0f);
+        }
+        each_block([&](const block_shape& s, const auto& scheme, std::byte* block, int h, int v, int first,
+                       std::size_t b) {
+            std::vector<float> page(s.values());
+            scheme.dequantize(s, {0, h}, block, page.data());
+            for (int t = 0; t < s.tokens && first + t < lengths[b]; ++t)
+                for (int c = 0; c < s.dim; ++c)
+                    x[v][b][static_cast<std::size_t>(((first + t) * heads + h) * s.dim + c)] =
+                        page[static_cast<std::size_t>(t * s.dim + c)];
+        });
+    }
+};
+
+/// Pages of From to pages of To and back, in turns of two pages and in one: the CPU's bytes; what no table
+/// names stays.
+template <class From, class To>
+void check_convert(const char* name, int heads = 2) {
+    test::rng r(static_cast<unsigned>(From::page_tokens * 3 + To::page_tokens));
+    const std::vector<int> lengths = {3 * To::page_tokens + 5, 0, From::page_tokens + 1};
+    paged<From> a(r, heads, 0, lengths);
+    paged<To> b(r, heads, 4, lengths);
+    paged<From> c(r, heads, 0, lengths);
+    typename paged<From>::numbers x[2];
+    for (const int n : lengths)
+        for (int v = 0; v < 2; ++v)
+            x[v].push_back(test::tensor_values(r, n * heads, v == 0 ? From::head_dim : From::value_dim));
+    a.quantize(x);
+    a.table[1] = -1;  // not held: zeros
+    b.table[0] = -1;  // not written
+    const auto run = [&]<class S, class T>(const paged<S>& source, paged<T>& target, int turn) {
+        const test::device_buffer<std::byte> from_keys(source.bytes[0]), from_values(source.bytes[1]);
+        test::device_buffer<std::byte> keys(target.bytes[0]), values(target.bytes[1]);
+        const test::device_buffer<int> from_table(source.table), table(target.table), tokens(lengths);
+        const auto ref = [&]<class P>(const paged<P>& p, std::byte* k, std::byte* v, int* entries) {
+            cuda::cache_ref<P> f;
+            f.key_pages = k;
+            f.value_pages = v;
+            f.key_page_bytes = cuda::cache_ref<P>::dense_key_page(heads);
+            f.value_page_bytes = cuda::cache_ref<P>::dense_value_page(heads);
+            f.block_table = entries;
+            f.tokens = tokens.get();
+            f.sequences = static_cast<int>(lengths.size());
+            f.table_columns = p.columns;
+            f.kv_heads = heads;
+            f.first_token = p.first_token;
+            return f;
+        };
+        const std::size_t bytes = cuda::convert_workspace_bytes<T>(heads, turn);
+        const test::device_buffer<std::byte> workspace(bytes);
+        const auto status = cuda::convert_pages(
+            ref(source, const_cast<std::byte*>(from_keys.get()), const_cast<std::byte*>(from_values.get()),
+                const_cast<int*>(from_table.get())),
+            ref(target, keys.get(), values.get(), const_cast<int*>(table.get())),
+            const_cast<std::byte*>(workspace.get()), bytes, nullptr, nullptr);
+        CHECK(status, "%s: %s", name, status.message);
+        CUDA_OK(cudaDeviceSynchronize());
+        paged<S> held = source;
+        typename paged<S>::numbers numbers[2];
+        held.dequantize(numbers);
+        target.quantize(numbers);
+        CHECK(keys.download() == target.bytes[0] && values.download() == target.bytes[1],
+              "%s: other bytes than the CPU's, %d pages in turn", name, turn);
+    };
+    run(a, b, 2);
+    run(b, c, 1000);
+}
+
 template <class K, class V, int D, int P, int VD = D>
 using f = cuda::block_pair<K, V, D, P, VD>;
 
@@ -472,6 +597,13 @@ int main() {
     check_requantize<f<full<float16>, full<float16>, 48, 24, 40>,
                      f<affine<7, per_channel<10>>, affine<6, per_token<16>>, 48, 24, 40>,
                      f<affine<1, per_token<>>, affine<2, per_channel<7>>, 48, 24, 40>>("odd shapes");
+    using fp8 = rows_of<row_layout_number("fp8")>;
+    using nvfp4 = rows_of<row_layout_number("nvfp4")>;
+    using q8_0 = rows_of<row_layout_number("q8_0")>;
+    check_convert<f<fp8, fp8, 64, 16>, cuda::kivi_pair<4, 32, 64, 64>>(
+        "fp8, page 16 <-> kivi-4-g32, page 64");
+    check_convert<f<nvfp4, nvfp4, 64, 64>, f<fp8, fp8, 64, 32>>("nvfp4, page 64 <-> fp8, page 32");
+    check_convert<f<q8_0, q8_0, 64, 32>, f<int8, int8, 64, 16>>("q8_0, page 32 <-> int8, page 16", 1);
     check_commit(1, 2);
     check_commit(5, 3);
     check_commit(32, 1);

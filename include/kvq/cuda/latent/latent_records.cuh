@@ -2,8 +2,8 @@
 // latent_lists.cuh read where pages hold records.
 //
 //   vector   16 bytes of a record: 16 channels of 8 bits, 32 of 4 bits, 8 wide ones. A lane copies it to
-//            where the first of its octets is to stand in the tile, and the word with its scales to where the
-//            second one is; then it writes octets in their place. No lane writes what another one reads
+//            where the first of its octets is to stand in the tile, and writes octets in its place
+//   scales   those of a token and unit are one word, which waits where the second octet of the token is to be
 //
 // Contract: half floats are x^ with its scale rounded to a half float, 2^7 (e2m1: 2^6) times as large while
 // that is done; wide channels are bf16, rounded to half floats. A unit has 64 channels of 64 tokens; rows are
@@ -103,7 +103,17 @@ struct record_units {
 
     template <class Runs>
     __device__ __forceinline__ static void fetch(const Runs& runs, int unit, std::uint32_t to, int lane) {
-        if (reader::wide == 0 || unit < scaled_units)
+        if (reader::wide == 0 || unit < scaled_units) {
+            each_vector<1>(lane, [&](int first, int token, int) {
+                constexpr int last = Runs::tokens < 32;
+                const int i = first / Runs::tokens;
+                const bool second = last != 0 && lane >= Runs::tokens;
+                const auto &a = runs.run[i], &b = runs.run[i + last];
+                const int in_page = (second ? b.token : a.token) + token % Runs::tokens;
+                copy_word_async(to + octet_offset<latent_tile>(token, 1),
+                                (second ? b.block : a.block) + reader::scale_word(in_page, unit * 8),
+                                second ? b.bytes : a.bytes);
+            });
             each_vector<vectors>(lane, [&](int first, int token, int octet) {
                 const std::byte* const block = runs.run[first / Runs::tokens].block;
                 const int in_page = token_of(runs, first, token);
@@ -112,10 +122,8 @@ struct record_units {
                     to + octet_offset<latent_tile>(token, octet),
                     block + in_page * reader::row_bytes + (unit * 8 + octet) * (reader::octet_words * 4),
                     bytes);
-                copy_word_async(to + octet_offset<latent_tile>(token, octet + 1),
-                                block + reader::scale_word(in_page, unit * 8 + octet), bytes);
             });
-        else
+        } else {
             each_vector<8>(lane, [&](int first, int token, int octet) {
                 const std::byte* const block = runs.run[first / Runs::tokens].block;
                 copy_async(to + octet_offset<latent_tile>(token, octet),
@@ -123,35 +131,42 @@ struct record_units {
                                ((unit - scaled_units) * 8 + octet) * 16,
                            runs.run[first / Runs::tokens].bytes);
             });
+        }
     }
+    /// All lanes have what they have asked for.
     __device__ __forceinline__ static void store(int unit, std::uint32_t to, int lane) {
-        constexpr int unroll = 4;  // as many vectors as producers have registers for
         const auto write = [&](std::uint32_t at, const std::uint32_t(&x)[4]) {
             store_shared_16(at, {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
                                  __uint_as_float(x[3])});
         };
-        if (reader::wide == 0 || unit < scaled_units)
-            each_vector<vectors, unroll>(lane, [&](int, int token, int octet) {
+        if (reader::wide == 0 || unit < scaled_units) {
+            std::uint32_t scales[2 * vectors];
+            each_vector<vectors>(lane, [&](int first, int token, int) {
+                scales[first * vectors / 32] = load_shared_4(to + octet_offset<latent_tile>(token, 1));
+            });
+            __syncwarp();
+            each_vector<vectors>(lane, [&](int first, int token, int octet) {
                 const uint4 v = load_shared_16(to + octet_offset<latent_tile>(token, octet));
-                const std::uint32_t scales = load_shared_4(to + octet_offset<latent_tile>(token, octet + 1));
+                const std::uint32_t scale = scales[first * vectors / 32];
                 const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
                 static_for<8 / vectors>([&](auto number) {
                     constexpr int i = decltype(number)::value;
                     std::uint32_t own[reader::octet_words], x[4];
 #pragma unroll
                     for (int k = 0; k < reader::octet_words; ++k) own[k] = words[i * reader::octet_words + k];
-                    reader::halves(x, own, reader::scale_of(scales, unit * 8 + octet + i));
+                    reader::halves(x, own, reader::scale_of(scale, unit * 8 + octet + i));
                     write(to + octet_offset<latent_tile>(token, octet + i), x);
                 });
             });
-        else
-            each_vector<8, unroll>(lane, [&](int, int token, int octet) {
+        } else {
+            each_vector<8, 4>(lane, [&](int, int token, int octet) {
                 const std::uint32_t at = to + octet_offset<latent_tile>(token, octet);
                 const uint4 v = load_shared_16(at);
                 std::uint32_t x[4] = {v.x, v.y, v.z, v.w};
                 reader::wide_halves(x);
                 write(at, x);
             });
+        }
     }
 
 private:
