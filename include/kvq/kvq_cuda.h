@@ -269,8 +269,8 @@ typedef struct kvq_cuda_attend_options {
     const float* alibi_slopes;  // [q_heads]: score - slope * distance, of caches with `alibi`; else NULL
     /// Lists of tokens, or 0 and NULL: queries attend to the tokens of both of their lists up to their own,
     /// and nothing else is read. Positions of the sequence in any order, negative: none; a token that is
-    /// listed twice counts twice. In layers without a window; without softcap, window and ancestors; sinks
-    /// need no lse. Of kvq_cuda_cache_attend alone.
+    /// listed twice counts twice. In layers without a window; without softcap and window; `ancestors` hides
+    /// listed tokens, too; sinks need no lse. Of kvq_cuda_cache_attend alone.
     const int32_t* listed_tokens;  // [q.tokens][list_kv_heads][listed_count], such as the best tokens
     const int32_t* listed_window;  // [q.tokens][list_kv_heads][listed_window_count], such as the last
     int32_t listed_count, listed_window_count;

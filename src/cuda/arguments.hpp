@@ -130,10 +130,9 @@ inline bool has_lists(const kvq_cuda_attend_options& o) {
 }
 inline cuda::list_options lists_of(const kvq_cuda_attend_options& o, int query_tokens) {
     const cuda::attention_options a = attention_of(o);
-    expect(a.softcap == 0.0f && a.window == 0 && a.ancestors == nullptr && o.alibi_slopes == nullptr &&
-               a.selected_tokens == 0,
+    expect(a.softcap == 0.0f && a.window == 0 && o.alibi_slopes == nullptr && a.selected_tokens == 0,
            KVQ_ERROR_ARGUMENT,
-           "attention over lists of tokens takes no softcap, window, tree, ALiBi or selected pages; got "
+           "attention over lists of tokens takes no softcap, window, ALiBi or selected pages; got "
            "softcap ",
            a.softcap, ", window ", a.window, ", selected_tokens ", a.selected_tokens);
     cuda::list_options lists;
@@ -141,6 +140,7 @@ inline cuda::list_options lists_of(const kvq_cuda_attend_options& o, int query_t
     lists.selected = {o.listed_tokens, o.listed_count};
     lists.window = {o.listed_window, o.listed_window_count};
     lists.query_tokens = query_tokens;
+    lists.ancestors = a.ancestors;
     if (o.list_kv_heads != 0) lists.kv_heads = o.list_kv_heads;
     lists.sink_logits = o.sink_logits;
     lists.lse = o.lse;

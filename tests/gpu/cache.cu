@@ -11,7 +11,6 @@
 #include <set>
 
 #include <kvq/attention/masks.hpp>
-#include <kvq/attention/token_tree.hpp>
 #include <kvq/cache/rearrange.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/retain.hpp>
@@ -26,6 +25,7 @@
 #include <kvq/policy/ring.hpp>
 
 #include "counted_memory.cuh"
+#include "random_tree.hpp"
 #include "saved_sequence.cuh"
 #include "support.cuh"
 
@@ -458,31 +458,12 @@ double error_of(const kvq::sequence& s, int layer, int head, int seen, const flo
     return size > 0.0 ? std::sqrt(error / size) : std::sqrt(error);
 }
 
-/// A tree of drafted tokens.
-struct random_tree {
-    std::vector<int> parents;
-
-    random_tree(test::rng& r, int tokens) {
-        const int width = test::uniform(r, 1, 8);  // 1: a chain
-        for (int i = 0; i < tokens; ++i) parents.push_back(test::uniform(r, std::max(-1, i - width), i - 1));
-    }
-    token_tree tree() const { return token_tree(0, parents); }
-    /// From the root to a token, or nothing.
-    std::vector<int> random_path(test::rng& r) const {
-        std::vector<int> path;
-        for (int i = test::uniform(r, -1, static_cast<int>(parents.size()) - 1); i >= 0;
-             i = parents[static_cast<std::size_t>(i)])
-            path.insert(path.begin(), i);
-        return path;
-    }
-};
-
 /// Sequences whose drafts grow together: trees, their words, what both sides do.
 struct drafts {
     both_caches& c;
     std::vector<pair*> rows;
     std::vector<cuda::sequence_id> batch;
-    std::vector<random_tree> trees;
+    std::vector<test::random_tree> trees;
     std::vector<int> accepted;
     int drafted = 0;
     test::device_buffer<std::uint64_t> words;
@@ -498,7 +479,7 @@ struct drafts {
     /// The words of the newest n drafted tokens.
     std::vector<std::uint64_t> newest(int n) const {
         std::vector<std::uint64_t> all;
-        for (const random_tree& t : trees)
+        for (const test::random_tree& t : trees)
             for (int i = drafted - n; i < drafted; ++i) all.push_back(t.tree().ancestors(i));
         all.resize(rows.size() * 64);
         return all;
@@ -554,7 +535,7 @@ struct drafts {
     cuda::status keep(test::rng& r) {
         std::vector<std::vector<int>> paths;
         std::vector<std::span<const int>> spans;
-        for (const random_tree& t : trees) paths.push_back(t.random_path(r));
+        for (const test::random_tree& t : trees) paths.push_back(t.random_path(r));
         for (std::size_t b = 0; b < rows.size(); ++b) {
             spans.emplace_back(paths[b]);
             rows[b]->host.keep(paths[b]);
@@ -1374,7 +1355,7 @@ void check_draft_graph() {
     double worst = 0.0;
     for (int step = 0; step < graph_steps / 3; ++step) {
         for (std::size_t b = 0; b < 3; ++b) {
-            d.trees[b] = random_tree(r, n);
+            d.trees[b] = test::random_tree(r, n);
             d.accepted[b] = pairs[b].host.tokens();
         }
         d.drafted = 0;

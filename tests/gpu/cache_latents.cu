@@ -10,6 +10,7 @@
 #include <kvq/format/make_format.hpp>
 
 #include "counted_memory.cuh"
+#include "random_tree.hpp"
 #include "saved_sequence.cuh"
 #include "support.cuh"
 
@@ -258,8 +259,8 @@ struct history {
     static const kvq::detail::page_table& tables_of(const pair& p, int layer) {
         return kvq::detail::sequence_access::tables(p.host)[static_cast<std::size_t>(layer)];
     }
-    /// Attention of the last n tokens of the rows that a begin has named.
-    void attend(const std::vector<pair*>& rows, int n) {
+    /// Attention of the last n tokens of the rows that a begin has named, of so many drafted ones.
+    void attend(const std::vector<pair*>& rows, int n, int drafted = 0) {
         const int layer = any(0, c.count() - 2), all = n * static_cast<int>(rows.size()),
                   dim = c.key_dim(layer), width = c.value_dim(layer);
         const std::vector<float16> x = queries(all, layer);
@@ -276,13 +277,14 @@ struct history {
                 const int tokens = of == nullptr ? 5 : of->host.tokens();
                 lists[i].push_back(any(0, 9) == 0 ? any(0, 1) * (tokens + 1) - 1 : any(0, tokens - 1));
             }
-        // Learned sinks would count in a launch that has tokens of the row alone.
-        bool moved_keys = false;
+        // Learned sinks would count in a launch that has tokens of the row alone. Tables of a draft are not shown.
+        bool moved_keys = drafted > 0;
         for (const pair* const p : rows)
-            for (int i = 0; p != nullptr && i < tables_of(*p, layer).size(); ++i)
+            for (int i = 0; p != nullptr && drafted == 0 && i < tables_of(*p, layer).size(); ++i)
                 moved_keys = moved_keys || tables_of(*p, layer)[i].shift != 0;
         const bool with_sinks = listed && any(0, 1) == 0 && !moved_keys;
         const test::device_buffer<int> selected_list(lists[0]), window_list(lists[1]);
+        const test::random_words trees(r, rows.size(), any(0, 3) == 0 ? 0 : drafted, n);
         const test::device_buffer<float> logits(
             std::vector<float>(static_cast<std::size_t>(c.q_heads), 1.5f));
         if (listed)
@@ -292,26 +294,30 @@ struct history {
                                    .window = {counts[1] == 0 ? nullptr : window_list.get(), counts[1]},
                                    .query_tokens = n,
                                    .kv_heads = list_heads,
+                                   .ancestors = trees.get(),
                                    .sink_logits = with_sinks ? logits.get() : nullptr},
                                   c.stream));
         else
-            ok(c.gpu.attend(layer, q, out, {.scale = 0.125f, .query_tokens = n}, c.stream));
+            ok(c.gpu.attend(layer, q, out, {.scale = 0.125f, .query_tokens = n, .ancestors = trees.get()},
+                            c.stream));
         CUDA_OK(cudaStreamSynchronize(c.stream));
         const auto y = c.out.download();
         for (std::size_t b = 0; b < rows.size(); ++b) {
             const int i = any(0, n - 1), head = any(0, c.q_heads - 1),
                       at = (static_cast<int>(b) * n + i) * c.q_heads + head;
             if (rows[b] == nullptr) continue;
-            const int seen = rows[b]->host.tokens() - n + i + 1;
+            const int held = rows[b]->host.tokens(), seen = held - n + i + 1;
             if (seen < 1) continue;
             std::vector<int> tokens;
             if (!listed)
-                for (int t = 0; t < seen; ++t) tokens.push_back(t);
+                for (int t = 0; t < seen; ++t)
+                    if (trees.sees(b, held, i, t)) tokens.push_back(t);
             for (int k = 0; k < 2 && listed; ++k) {
                 const int own = head / (c.q_heads / c.heads(layer)),
                           line = (static_cast<int>(b) * n + i) * list_heads + (list_heads == 1 ? 0 : own);
                 for (int j = line * counts[k]; j < (line + 1) * counts[k]; ++j)
-                    if (const int t = lists[k][static_cast<std::size_t>(j)]; t >= 0 && t < seen)
+                    if (const int t = lists[k][static_cast<std::size_t>(j)];
+                        t >= 0 && t < held && trees.sees(b, held, i, t))
                         tokens.push_back(t);
             }
             const double error =
@@ -319,7 +325,7 @@ struct history {
                          &x[static_cast<std::size_t>(at * dim)], &y[static_cast<std::size_t>(at * width)]);
             worst = std::max(worst, error);
             CHECK(error <= 3e-3, "%s, step %d, layer %d: error %.3g of row %zu, %d of %d tokens", name, step,
-                  layer, error, b, seen, rows[b]->host.tokens());
+                  layer, error, b, seen, held);
         }
     }
     /// The index selects, for the last n tokens of each row, what the CPU selects.
@@ -457,6 +463,7 @@ struct history {
         append(all);
         for (std::size_t b = 0; b < rows.size(); ++b)
             host_append(rows[b]->host, static_cast<int>(b) * n, n, true);
+        attend(rows, any(1, n), n);
         for (std::size_t b = 0; b < rows.size(); ++b) {
             spans.emplace_back(paths[b]);
             rows[b]->host.keep(paths[b]);

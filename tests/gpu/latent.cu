@@ -4,6 +4,7 @@
 #include <kvq/cuda/store/store.cuh>
 
 #include "latent_batch.cuh"
+#include "random_tree.hpp"
 
 using namespace kvq;
 
@@ -13,6 +14,7 @@ struct latent_case {
     int heads = 16, query_tokens = 1, sinks = 4, recent = 100;
     std::vector<int> lengths;
     bool holes = false, peaked = false;
+    int drafted = 0;  // a random tree of so many tokens, of which the last query_tokens ask
 };
 
 template <class T, class Quantized, class Window, bool InTwo = std::is_same_v<T, float16>>
@@ -34,7 +36,12 @@ void check_case(test::rng& r, const latent_case& c, const char* name, double* wo
     const std::size_t bytes =
         cuda::latent_workspace_bytes<mix_type, T>(static_cast<int>(sequences), c.heads, c.query_tokens);
     test::device_buffer<std::byte> workspace(bytes);
-    cuda::attention_options options{.scale = scale, .query_tokens = c.query_tokens, .lse = lse.get()};
+    const test::random_words trees(r, sequences, c.drafted, c.query_tokens);
+    cuda::attention_options options{.scale = scale,
+                                    .query_tokens = c.query_tokens,
+                                    .ancestors = trees.get(),
+                                    .drafted = c.drafted,
+                                    .lse = lse.get()};
     const token_view<const T> q_view{q_device.get(), tokens, c.heads, dim};
     const token_view<T> out_view{out.get(), tokens, c.heads, value_dim};
     const auto run = [&](const auto& pages_of, const cuda::attention_options& o) {
@@ -61,10 +68,10 @@ void check_case(test::rng& r, const latent_case& c, const char* name, double* wo
                     (b * static_cast<std::size_t>(c.query_tokens) + static_cast<std::size_t>(i)) *
                         static_cast<std::size_t>(c.heads) +
                     static_cast<std::size_t>(h);
-                const int end = c.lengths[b] - c.query_tokens + i + 1;
                 std::vector<const float*> seen;
-                for (int t = 0; t < end; ++t)
-                    if (const float* const x = latents.at(b, t); x != nullptr) seen.push_back(x);
+                for (int t = 0; t < c.lengths[b]; ++t)
+                    if (trees.sees(b, c.lengths[b], i, t))
+                        if (const float* const x = latents.at(b, t); x != nullptr) seen.push_back(x);
                 test::latent_row(&q[at * dim], seen, dim, value_dim, static_cast<double>(scale))
                     .compare(&got[at * value_dim], got_lse[at], off, size, name);
             }
@@ -118,7 +125,17 @@ void check_format(const char* name) {
                                            &worst);
     check_case<float16, Quantized, Window>(r, {.query_tokens = 2, .lengths = {500, 66, 2}, .peaked = true},
                                            name, &worst);
+    check_case<float16, Quantized, Window>(
+        r, {.query_tokens = 3, .lengths = {200, 0, 69, 9}, .holes = true, .drafted = 9}, name, &worst);
 #ifdef __CUDACC__
+    for (const int heads : {1, 8, 16, 128})  // trees: each kernel, within a tile and over two
+        for (const int n : {5, 64})
+            check_case<float16, Quantized, Window>(
+                r, {.heads = heads, .query_tokens = n == 5 ? 3 : n, .lengths = {70, 0, 350, n}, .drafted = n},
+                name, &worst);
+    check_case<bfloat16, Quantized, Window>(
+        r, {.heads = 128, .query_tokens = 1, .lengths = {129, 777}, .peaked = true, .drafted = 30}, name,
+        &worst);
     check_case<float16, Quantized, Window>(r, {.heads = 1, .lengths = {1000}}, name, &worst);
     check_case<float16, Quantized, Window>(r, {.heads = 128, .lengths = {900, 64, 1}}, name, &worst);
     check_case<bfloat16, Quantized, Window>(
@@ -306,6 +323,8 @@ void check_records(const char* name) {
     };
     refused("takes no softcap", ref, {.softcap = 30.0f}, bytes);
     refused("takes no softcap", ref, {.window = 128}, bytes);
+    const test::device_buffer<std::uint64_t> words(64);
+    refused("a tree has 1 to 64", ref, {.ancestors = words.get(), .drafted = 65}, bytes);
     refused("workspace", ref, {}, bytes - 1);
     const std::size_t most = cuda::latent_workspace_bytes<mix, float16>(1, 1 << 20, 1 << 20);
     CHECK(most > std::size_t{1} << 40, "2^40 query rows have a workspace of %zu bytes", most);

@@ -3,6 +3,7 @@
 #include <kvq/cuda/latent/latent_lists.cuh>
 
 #include "latent_batch.cuh"
+#include "random_tree.hpp"
 
 using namespace kvq;
 
@@ -12,6 +13,7 @@ struct list_case {
     int heads = 16, query_tokens = 1, selected = 100, window = 30;
     std::vector<int> lengths;
     bool holes = false, sink_logits = false;
+    int drafted = 0;  // a random tree of so many tokens, of which the last query_tokens ask
 };
 
 template <class T, class Quantized, class Window>
@@ -47,10 +49,13 @@ void check_case(test::rng& r, const list_case& c, const char* name, double* wors
     const std::size_t bytes = cuda::latent_list_workspace_bytes<mix_type, T>(queries, c.heads);
     test::device_buffer<std::byte> workspace(bytes);
     const float scale = 1.0f / 14.0f;
+    const test::random_words trees(r, c.lengths.size(), c.drafted, c.query_tokens);
     const cuda::list_options options{.scale = scale,
                                      .selected = {selected_device.get(), c.selected},
                                      .window = {c.window > 0 ? window_device.get() : nullptr, c.window},
                                      .query_tokens = c.query_tokens,
+                                     .ancestors = trees.get(),
+                                     .drafted = c.drafted,
                                      .sink_logits = c.sink_logits ? logits_device.get() : nullptr,
                                      .lse = lse.get()};
     std::vector<T> got;
@@ -69,12 +74,13 @@ void check_case(test::rng& r, const list_case& c, const char* name, double* wors
     double off = 0.0, size = 0.0;
     for (int query = 0; query < queries; ++query) {
         const auto b = static_cast<std::size_t>(query / c.query_tokens);
-        const int seen = c.lengths[b] - c.query_tokens + query % c.query_tokens + 1;
+        const int n = c.lengths[b];
         std::vector<const float*> listed;
         const auto add = [&](const std::vector<int>& list, int count) {
             for (int i = 0; i < count; ++i)
                 if (const int t = list[static_cast<std::size_t>(query * count + i)];
-                    t >= 0 && t < seen && latents.at(b, t) != nullptr)
+                    t >= 0 && t < n && trees.sees(b, n, query % c.query_tokens, t) &&
+                    latents.at(b, t) != nullptr)
                     listed.push_back(latents.at(b, t));
         };
         add(selected, c.selected);
@@ -147,6 +153,9 @@ void check_format(const char* name, const char* kernel, unsigned seed) {
         r, {.heads = 20, .query_tokens = 2, .selected = 200, .window = 0, .lengths = {150, 5}, .holes = true},
         name, &worst);
     check_case<float16, Quantized, Window>(r, {.selected = 0, .window = 0, .lengths = {70}}, name, &worst);
+    check_case<float16, Quantized, Window>(
+        r, {.query_tokens = 4, .selected = 70, .lengths = {40, 0, 21}, .sink_logits = true, .drafted = 20},
+        name, &worst);
 #ifdef __CUDACC__
     check_case<float16, Quantized, Window>(r, {.heads = 128, .selected = 700, .lengths = {900, 64}}, name,
                                            &worst);

@@ -2,10 +2,10 @@
 // dequantized values.
 #include <bit>
 
-#include <kvq/attention/token_tree.hpp>
 #include <kvq/page/key_window.hpp>
 
 #include "attention_test.cuh"
+#include "random_tree.hpp"
 
 using namespace kvq;
 
@@ -34,12 +34,8 @@ struct other_options {
         std::vector<std::uint64_t> words;
         test::rng widths(static_cast<unsigned>(c.drafted));  // apart from r, which makes the tensors
         for (std::size_t b = 0; b < c.lengths.size() && c.drafted > 0; ++b) {
-            std::vector<int> parents;
-            const int width = test::uniform(widths, 1, 7);  // 1: a chain
-            for (int i = 0; i < c.drafted; ++i)
-                parents.push_back(test::uniform(r, std::max(-1, i - width), i - 1));
-            const token_tree tree(0, parents);
-            for (int i = c.drafted - c.query_tokens; i < c.drafted; ++i) words.push_back(tree.ancestors(i));
+            const int width = test::uniform(widths, 1, 7);
+            test::random_tree(r, c.drafted, width).newest(c.query_tokens, words);
         }
         return words;
     }

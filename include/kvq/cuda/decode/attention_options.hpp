@@ -72,6 +72,8 @@ struct list_options {
     int query_tokens = 1;          ///< per sequence: the last ones of it, with a causal mask among them
     int kv_heads = 1;              ///< lists of a query: one for each kv head, or 1 for all of them
     int behind = 0;                ///< so many tokens of every sequence stand behind its last query
+    const std::uint64_t* ancestors = nullptr;  ///< as attention_options has them
+    int drafted = 0;                           ///< query_tokens + behind to 64; 0: query_tokens + behind
     /// Lists name places in pages: page * page_tokens + offset, of the first part. They are not checked.
     bool places = false;
     const float* sink_logits = nullptr;  ///< [q_heads], device memory: as learned_sinks. Null: none
@@ -98,6 +100,13 @@ inline status check_lists(const list_options& o, int kv_heads) noexcept {
                              : "tokens are listed for %d kv heads, not for 1 or the %d of the cache",
                          o.kv_heads, kv_heads);
     if (o.behind < 0) return bad_value("%d tokens behind the last query", o.behind);
+    const long long least = 0LL + o.query_tokens + o.behind;
+    if (o.ancestors != nullptr &&
+        (o.places || least > 64 || o.drafted > 64 || (o.drafted != 0 && o.drafted < least)))
+        return bad_value(
+            "%d drafted tokens, of which %lld are queries or behind them: a tree has up to 64, and lists of "
+            "positions",
+            o.drafted, least);
     for (const token_lists& list : {o.selected, o.window}) {
         if (list.count < 0) return bad_value("a list has %d tokens", list.count);
         if (list.count > 0 && list.tokens == nullptr)
@@ -110,10 +119,10 @@ inline status check_lists(const list_options& o, int kv_heads) noexcept {
 
 /// Does latent attention take these options?
 inline status check_latent_options(const attention_options& o) noexcept {
-    if (o.softcap == 0.0f && o.window == 0 && !o.window_sinks && !o.all_keys && o.ancestors == nullptr)
-        return {};
+    if (o.softcap == 0.0f && o.window == 0 && !o.window_sinks && !o.all_keys) return {};
     return bad_value(
-        "latent attention takes no softcap, window or tree, and has a causal mask; got softcap %g, window %d",
+        "latent attention takes no softcap or window, and has a causal mask or a tree; got softcap %g, "
+        "window %d",
         static_cast<double>(o.softcap), o.window);
 }
 

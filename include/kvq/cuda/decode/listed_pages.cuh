@@ -2,8 +2,8 @@
 //
 // A position of the sequence is a paged position as well, unless pages are cut (page_cuts.hpp): then the page
 // is found by bisection.
-// Contract: a position below 0, behind the query's own, or in no page is none. A token that is listed twice
-// counts twice.
+// Contract: a position below 0, behind the query's own, of a drafted token that the query does not see, or in
+// no page is none. A token that is listed twice counts twice.
 #pragma once
 
 #include "../layout/held_tokens.cuh"
@@ -14,7 +14,8 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 /// Lists of all queries of a launch.
 struct listed_queries {
     token_lists lists[2];
-    int kv_heads, query_tokens, behind;
+    int kv_heads, query_tokens, behind, drafted;
+    const std::uint64_t* ancestors;
     bool places;
 
     listed_queries() = default;
@@ -23,6 +24,8 @@ struct listed_queries {
           kv_heads(o.kv_heads),
           query_tokens(o.query_tokens),
           behind(o.behind),
+          drafted(o.drafted == 0 ? o.query_tokens + o.behind : o.drafted),
+          ancestors(o.ancestors),
           places(o.places) {}
 
     /// Of a query.
@@ -52,6 +55,8 @@ struct listed_pages {
     static constexpr int parts = decltype(Args::parts)::count;
     const Args& args;
     int sequence, seen;  // tokens before this position
+    int draft;           // positions from here on are seen if their bit of `visible` is set
+    std::uint64_t visible = ~std::uint64_t{0};
     sequence_cut cut;
     token_range held[parts];
 
@@ -60,6 +65,11 @@ struct listed_pages {
         const int length = __ldg(a.a.work.tokens + sequence);
         seen = length - cut.skipped - a.lists.behind - a.lists.query_tokens +
                (query - sequence * a.lists.query_tokens) + 1;
+        draft = seen;
+        if (a.lists.ancestors != nullptr) {
+            draft = length - cut.skipped - a.lists.drafted;
+            visible = __ldg(reinterpret_cast<const unsigned long long*>(a.lists.ancestors) + query);
+        }
         static_for<parts>([&](auto number) {
             constexpr int i = decltype(number)::value;
             held[i] = held_tokens(get<i>(a.parts), sequence, length, a.recent);
@@ -71,6 +81,7 @@ struct listed_pages {
         const bool places = args.lists.places;
         if (!places) {
             if (position >= seen) return found;
+            if (position >= draft && (visible >> (position - draft & 63) & 1) == 0) return found;
             if (cut.skipped != 0)
                 position = first_seen(get<0>(args.parts).cuts, sequence, position + cut.skipped);
         }

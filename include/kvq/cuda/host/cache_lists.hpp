@@ -157,6 +157,7 @@ inline status cache::attend_lists(int layer, const query_view& q, const output_v
         return detail::bad_value("%s: lists are for layers whose queries see all tokens before them",
                                  describe(layer).c_str());
     if (status s = check_waiting(layer); !s) return s;
+    if (lists.drafted == 0) lists.drafted = step_.draft;
     if (status s = detail::check_lists(lists, g.shape.kv_heads); !s) return s;
     if (runs_of(layer) > 1 && lists.sink_logits != nullptr)
         return detail::bad_value("%s: keys have moved, and logits of sinks are for keys in their place",
@@ -181,6 +182,7 @@ inline status cache::attend_lists(int layer, const query_view& q, const output_v
         list_options slice = lists;
         slice.query_tokens = common::smaller(most, n - first);
         slice.behind = n - first - slice.query_tokens;
+        if (lists.ancestors != nullptr) slice.ancestors = lists.ancestors + first;
         const std::ptrdiff_t row = std::ptrdiff_t{first} * q.heads;
         for (token_lists* list : {&slice.selected, &slice.window})
             if (list->tokens != nullptr) list->tokens += std::ptrdiff_t{first} * lists.kv_heads * list->count;

@@ -145,19 +145,18 @@ requires(Shape::cluster == 2) __device__ __forceinline__
             if (a.scale < 0.0f)
 #pragma unroll
                 for (int i = 0; i < 32; ++i) s[i] = -s[i];
-            if (!note.is_whole(piece.length - a.work.query_tokens)) {
+            if (!note.is_whole(args.common_end(piece.length))) {
                 const int own_lane = read_lane();
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int end =
-                        args.row_end(piece.length, first_row + warp % 4 * 16 + own_lane / 4 + 8 * r) -
-                        note.position;
+                    const int row = first_row + warp % 4 * 16 + own_lane / 4 + 8 * r;
+                    const std::uint64_t seen =
+                        note.shown() & args.seen_by(piece.sequence, piece.length, row, note.position);
 #pragma unroll
                     for (int i = 0; i < 8; ++i)
 #pragma unroll
                         for (int k = 0; k < 2; ++k)
-                            if (const int token = 8 * i + own_lane % 4 * 2 + k;
-                                ((i < 4 ? note.low : note.high) >> token % 32 & 1u) == 0 || token >= end)
+                            if ((seen >> (8 * i + own_lane % 4 * 2 + k) & 1u) == 0)
                                 s[4 * i + 2 * r + k] = -INFINITY;
                 }
             }

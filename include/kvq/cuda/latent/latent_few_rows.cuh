@@ -110,16 +110,16 @@ requires(!Shape::many) __device__ __forceinline__
             }
 #pragma unroll
             for (int i = 0; i < rows / 2; ++i) s[i] *= a.scale;
-            if (!note.is_whole(piece.length - a.work.query_tokens)) {
-                const unsigned shown = (warp < 2 ? note.low : note.high) >> warp % 2 * 16;
+            if (!note.is_whole(args.common_end(piece.length))) {
 #pragma unroll
                 for (int c = 0; c < columns; ++c) {
-                    const int end =
-                        args.row_end(piece.length, first_row + row_of(c)) - note.position - 16 * warp;
+                    const auto seen = static_cast<unsigned>(
+                        (note.shown() &
+                         args.seen_by(piece.sequence, piece.length, first_row + row_of(c), note.position)) >>
+                        16 * warp);
 #pragma unroll
                     for (int r = 0; r < 2; ++r)
-                        if ((shown >> (g + 8 * r) & 1u) == 0 || g + 8 * r >= end)
-                            s[c / 2 * 4 + 2 * r + c % 2] = -INFINITY;
+                        if ((seen >> (g + 8 * r) & 1u) == 0) s[c / 2 * 4 + 2 * r + c % 2] = -INFINITY;
                 }
             }
             bool above = false;

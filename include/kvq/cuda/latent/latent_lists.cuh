@@ -63,7 +63,9 @@ struct latent_list_args : latent_args<First, T, Parts...> {
     /// Everything in a list is seen.
     static constexpr int behind_all = 1 << 30;
     __device__ __forceinline__ int length(int) const { return behind_all; }
+    __device__ __forceinline__ int common_end(int) const { return behind_all; }
     __device__ __forceinline__ int row_end(int, int) const { return behind_all; }
+    __device__ __forceinline__ std::uint64_t seen_by(int, int, int, int) const { return ~std::uint64_t{0}; }
     __device__ __forceinline__ int tiles(int, int) const { return ceil_div(lists.count(), latent_tile); }
 };
 

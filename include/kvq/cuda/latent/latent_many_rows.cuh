@@ -93,7 +93,7 @@ requires Shape::many __device__ __forceinline__ void consume_latents(const Args&
             products_there(s);
 #pragma unroll
             for (int i = 0; i < own_tokens / 2; ++i) s[i] *= a.scale;
-            if (!note.is_whole(piece.length - a.work.query_tokens)) {
+            if (!note.is_whole(args.common_end(piece.length))) {
                 const unsigned shown = group == 0 ? note.low : note.high;
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
@@ -107,6 +107,20 @@ requires Shape::many __device__ __forceinline__ void consume_latents(const Args&
                                 (shown >> token & 1u) == 0 || token >= end)
                                 s[4 * i + 2 * r + k] = -INFINITY;
                 }
+                // Not in one loop: it would spill what stays in registers.
+                if (a.ancestors != nullptr) [[unlikely]]
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        const auto seen = static_cast<unsigned>(args.tree_bits(piece.sequence, piece.length,
+                                                                               first_row + own_row + 8 * r,
+                                                                               note.position) >>
+                                                                own_tokens * group);
+#pragma unroll
+                        for (int i = 0; i < own_tokens / 8; ++i)
+#pragma unroll
+                            for (int k = 0; k < 2; ++k)
+                                if ((seen >> (8 * i + 2 * t + k) & 1u) == 0) s[4 * i + 2 * r + k] = -INFINITY;
+                    }
             }
             bool above = false;
 #pragma unroll

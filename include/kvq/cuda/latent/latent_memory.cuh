@@ -122,9 +122,12 @@ struct latent_note {
         const uint4 v = load_shared_16(at);
         return {static_cast<int>(v.x), v.y, v.z};
     }
-    /// Do all rows see all of it? first: the paged position of the oldest query.
-    __device__ __forceinline__ bool is_whole(int first) const {
-        return (low & high) == ~0u && position + latent_tile - 1 <= first;
+    __device__ __forceinline__ std::uint64_t shown() const {
+        return static_cast<std::uint64_t>(high) << 32 | low;
+    }
+    /// Do all rows see all of it? end: all rows see what stands before this paged position.
+    __device__ __forceinline__ bool is_whole(int end) const {
+        return (low & high) == ~0u && position + latent_tile <= end;
     }
 };
 /// Weights are relative to a maximum that is raised where a score is more than 2 to this power times above

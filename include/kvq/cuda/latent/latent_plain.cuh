@@ -43,15 +43,17 @@ struct plain_latent_row {
         sum = sum * keep + weight;
         top = next;
     }
-    /// Tokens [first, end) of a part, of which the row sees those before paged position `stop`.
+    /// Tokens [first, end) of a part, as far as this row of a piece sees them.
     template <class Part>
-    __device__ __forceinline__ void tokens(const Part& part, int sequence, int first, int end, int stop,
-                                           int lane) {
+    __device__ __forceinline__ void tokens(const Args& args, const latent_piece& piece, const Part& part,
+                                           int row, int first, int end, int lane) {
+        const int sequence = piece.sequence;
         constexpr int page_tokens = Part::pair_type::page_tokens;
         const auto& cache = part.cache;
         const sequence_cut cut = cut_of(part.cuts, sequence);
 #pragma unroll 1
-        for (int token = first; token < kvq::detail::smaller(end, stop - cache.first_token); ++token) {
+        for (int token = first; token < end; ++token) {
+            if ((args.seen_by(sequence, piece.length, row, cache.first_token + token) & 1u) == 0) continue;
             const int number = token / page_tokens, in_page = token - number * page_tokens;
             const int column = part.range == page_range::window ? number % cache.table_columns : number;
             const int page = cache.block_table[cache.table_entry(sequence, column)];
@@ -74,15 +76,14 @@ struct plain_part_tokens {
     template <class Args>
     __device__ __forceinline__ static void add(const Args& args, const latent_piece& piece, int row,
                                                plain_latent_row<Args>& state, int lane) {
-        const int stop = args.row_end(piece.length, row);
         int before = 0;
         each_part(args, [&](const auto& part) {
             const token_range range = held_tokens(part, piece.sequence, piece.length, args.recent);
             const int count = range.tiles(latent_tile), from = kvq::detail::larger(piece.from - before, 0),
                       to = kvq::detail::smaller(piece.to - before, count);
             if (from < to)
-                state.tokens(part, piece.sequence, range.first + from * latent_tile,
-                             kvq::detail::smaller(range.end, range.first + to * latent_tile), stop, lane);
+                state.tokens(args, piece, part, row, range.first + from * latent_tile,
+                             kvq::detail::smaller(range.end, range.first + to * latent_tile), lane);
             before += count;
         });
     }

@@ -23,6 +23,11 @@ inline constexpr int latent_tile = 64;
 /// A piece takes as long as so many tiles before its first and behind its last one.
 inline constexpr int piece_tiles = 4;
 
+/// Bits 0 to n - 1.
+__device__ __forceinline__ std::uint64_t bits_below(int n) {
+    return n >= 64 ? ~std::uint64_t{0} : n <= 0 ? 0 : (std::uint64_t{1} << n) - 1;
+}
+
 /// The shares that have pieces of an item.
 struct share_bounds {
     int first, last;
@@ -48,9 +53,26 @@ struct latent_args {
     }
     /// Paged length of sequence b.
     __device__ __forceinline__ int length(int b) const { return __ldg(a.work.tokens + b); }
+    /// All rows see the tokens before this paged position.
+    __device__ __forceinline__ int common_end(int length) const {
+        return length - a.work.oldest - a.order.text;
+    }
     /// Tokens that a row sees end before this paged position.
     __device__ __forceinline__ int row_end(int length, int row) const {
         return length - a.work.query_tokens + a.row_query(row) + 1;
+    }
+    /// Those of 64 tokens from this paged position on that a row of a tree may see: bit i, token i.
+    __device__ __forceinline__ std::uint64_t tree_bits(int sequence, int length, int row, int first) const {
+        const int begin = length - a.drafted - first,
+                  token = a.row_token(sequence, kvq::detail::smaller(row, a.rows - 1));
+        const std::uint64_t word = __ldg(reinterpret_cast<const unsigned long long*>(a.ancestors) + token);
+        if (begin >= 0) return bits_below(begin) | (begin < 64 ? word << begin : 0);
+        return begin > -64 ? word >> -begin : 0;
+    }
+    /// Those that a row sees.
+    __device__ __forceinline__ std::uint64_t seen_by(int sequence, int length, int row, int first) const {
+        const std::uint64_t seen = bits_below(row_end(length, row) - first);
+        return a.ancestors == nullptr ? seen : seen & tree_bits(sequence, length, row, first);
     }
     /// Tiles of all parts of sequence b.
     __device__ __forceinline__ int tiles(int b, int length) const {
