@@ -3,7 +3,7 @@
 //
 //   select [--json] [--quick]
 //
-// 16 sequences of 131072 tokens, pages in random order: an index of 128 channels in one byte with 64 heads;
+// 16 sequences of 131072 tokens, pages in random order: an index of 128 channels in one byte, int8 or e4m3, with 64 heads;
 // 512 latent and 64 rotary channels, the values 512 of them. Lists are random, another one for every launch.
 // "dense": attention over all tokens, in kivi-4-g64; factors are times the dense 4 bit of as many
 // heads. Keys and values: 32 query heads over 8 of 128 channels, std4, beside attention over all of them.
@@ -47,6 +47,7 @@ void print(const std::string& name, double us, double factor, double gb = 0.0) {
 template <class Scheme, int PageTokens>
 using pair = cuda::latent_pair<Scheme, latent, rotary, value_dim, PageTokens>;
 using index_pair = cuda::index_pair<128, 64>;
+using float_index_pair = cuda::index_pair<128, 64, float_rows<e4m3>>;
 
 /// What every step has.
 struct step_memory {
@@ -95,9 +96,22 @@ double time_dense(const step_memory& m, int heads) {
         5);
 }
 
+template <class Index>
+void score(const step_memory& m, const bench::shuffled_pages<Index>& index, cudaStream_t stream) {
+    bench::check(cuda::index_scores<Index, bfloat16>(index.ref, {m.index_q, sequences, index_heads, 128},
+                                                     m.weights, 1, m.scores, stream));
+}
+template <class Index>
+void time_scores(const char* name, const step_memory& m, const bench::shuffled_pages<Index>& index,
+                 double dense) {
+    const double us =
+        bench::time_launches(launches, [&](int, cudaStream_t stream) { score(m, index, stream); });
+    print(name, us, dense / us, 1e-3 * sequences * length * 132.0 / us);
+}
+
 template <class Pair>
 void time_lists(const char* name, const step_memory& m, const bench::shuffled_pages<index_pair>& index,
-                const double (&dense)[2]) {
+                const bench::shuffled_pages<float_index_pair>& floats, const double (&dense)[2]) {
     const bench::shuffled_pages<Pair> pages(sequences, length, m.tokens);
     const auto mix = cuda::make_mixed(0, pages.ref);
     const cuda::row_scores rows{m.scores, m.tokens, sequences, 1, length};
@@ -111,14 +125,17 @@ void time_lists(const char* name, const step_memory& m, const bench::shuffled_pa
         const double us = bench::time_launches(
             launches, [&](int i, cudaStream_t stream) { attend(heads, m.lists[i], stream); });
         print(name + (", " + std::to_string(heads) + " heads, given lists"), us, base / us);
-        const double all = bench::time_launches(launches, [&](int, cudaStream_t stream) {
-            bench::check(cuda::index_scores<index_pair, bfloat16>(
-                index.ref, {m.index_q, sequences, index_heads, 128}, m.weights, 1, m.scores, stream));
-            bench::check(
-                cuda::select_top(rows, selected, m.positions, m.workspace, std::size_t{1} << 28, stream));
-            attend(heads, m.positions, stream);
-        });
-        print(name + (", " + std::to_string(heads) + " heads, with the index"), all, base / all);
+        const auto time_all = [&](const auto& own, const char* words) {
+            const double all = bench::time_launches(launches, [&](int, cudaStream_t stream) {
+                score(m, own, stream);
+                bench::check(
+                    cuda::select_top(rows, selected, m.positions, m.workspace, std::size_t{1} << 28, stream));
+                attend(heads, m.positions, stream);
+            });
+            print(name + (", " + std::to_string(heads) + words), all, base / all);
+        };
+        time_all(index, " heads, with the index");
+        time_all(floats, " heads, e4m3");
     }
 }
 
@@ -271,26 +288,24 @@ int main(int argc, char** argv) {
     print("dense kivi-4-g64, 128 heads", dense[1], 1.0, 1e-3 * sequences * length * 416.0 / dense[1]);
     const bench::shuffled_pages<index_pair> index(sequences, length, m.tokens);
     const cuda::row_scores rows{m.scores, m.tokens, sequences, 1, length};
-    const double us = bench::time_launches(launches, [&](int, cudaStream_t stream) {
-        bench::check(cuda::index_scores<index_pair, bfloat16>(
-            index.ref, {m.index_q, sequences, index_heads, 128}, m.weights, 1, m.scores, stream));
-    });
-    print("scores of the index, 64 heads", us, dense[0] / us, 1e-3 * sequences * length * 132.0 / us);
+    const bench::shuffled_pages<float_index_pair> floats(sequences, length, m.tokens);
+    time_scores("scores of the index, 64 heads", m, index, dense[0]);
+    time_scores("scores of the index, 64 heads, e4m3", m, floats, dense[0]);
     const double top = bench::time_launches(launches, [&](int, cudaStream_t stream) {
         bench::check(
             cuda::select_top(rows, selected, m.positions, m.workspace, std::size_t{1} << 28, stream));
     });
     print("2048 of 131072", top, dense[0] / top);
     using affine4 = affine<4, per_token<128>>;
-    time_lists<pair<affine4, 64>>("affine-4-g128, pages of 64", m, index, dense);
-    time_lists<pair<affine4, 4>>("affine-4-g128, pages of 4", m, index, dense);
+    time_lists<pair<affine4, 64>>("affine-4-g128, pages of 64", m, index, floats, dense);
+    time_lists<pair<affine4, 4>>("affine-4-g128, pages of 4", m, index, floats, dense);
     time_values(m);
     const cuda::device_format compiled = cuda::make_device_format<float16, cuda::preset_pair<std4, 128>>();
     double all = 0.0;
     for (const int batch : {4, 1}) time_pages(compiled, batch, 0, all);
     time_pages(compiled, 1, 32768, all);
     if (quick) return 0;
-    time_lists<pair<int8, 64>>("int8, pages of 64", m, index, dense);
-    time_lists<pair<int8, 4>>("int8, pages of 4", m, index, dense);
-    time_lists<pair<full<bfloat16>, 64>>("bf16, pages of 64", m, index, dense);
+    time_lists<pair<int8, 64>>("int8, pages of 64", m, index, floats, dense);
+    time_lists<pair<int8, 4>>("int8, pages of 4", m, index, floats, dense);
+    time_lists<pair<full<bfloat16>, 64>>("bf16, pages of 64", m, index, floats, dense);
 }

@@ -122,8 +122,8 @@ typedef struct kvq_cuda_cache_options {
 
 /// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, or for formats that were not
 /// compiled for this head_dim; of layers of KVQ_LATENT the library needs KVQ_CUDA_LATENTS, and their keys are
-/// in such as "kivi-4-g64-fp16x64"; of KVQ_INDEX it needs KVQ_CUDA_INDEXES, and their keys are in "int8".
-/// KVQ_ERROR_UNSUPPORTED for a layer of another kind.
+/// in such as "kivi-4-g64-fp16x64"; of KVQ_INDEX it needs KVQ_CUDA_INDEXES, and their keys are in "int8"
+/// or "e4m3". KVQ_ERROR_UNSUPPORTED for a layer of another kind.
 KVQ_API kvq_status kvq_cuda_cache_create(const kvq_cuda_cache_options* options, void* stream,
                                          kvq_cuda_cache** out);
 /// A freed cache stays in memory until its last sequence is freed. All launches must have ended before the

@@ -25,7 +25,7 @@ constexpr int max_tokens = 300, longest_prompt = 110;
 #endif
 
 /// Latents of Latent + Rotary channels; the other layer has kv_heads x dim, and the last one is an index.
-template <int Latent, int Rotary, int Page, int QueryHeads>
+template <int Latent, int Rotary, int Page, int QueryHeads, class IndexKeys = int8>
 struct caches {
     static constexpr int channels = Latent + Rotary, values = Latent, page = Page, group = 32;
     static constexpr int q_heads = QueryHeads, dim = 64, kv_heads = 2, room = 256;
@@ -61,7 +61,7 @@ struct caches {
                     float16, cuda::latent_pair<typename kivi4::keys, Latent, Rotary, values, Page>,
                     cuda::latent_pair<int8, Latent, Rotary, values, Page>,
                     cuda::latent_pair<std4::keys, Latent, Rotary, values, Page>>(),
-                cuda::make_device_format<float16, cuda::index_pair<index_channels, Page>>()};
+                cuda::make_device_format<float16, cuda::index_pair<index_channels, Page, IndexKeys>>()};
             if constexpr (mixed)
                 list.push_back(cuda::make_device_format<float16, cuda::kivi_pair<4, group, dim, Page>,
                                                         cuda::block_pair<int8, int8, dim, Page>>());
@@ -71,16 +71,17 @@ struct caches {
     }
     static std::vector<std::string> format_names() {
         const std::string ending = "-fp16x" + std::to_string(Rotary);
-        if (!mixed) return {"kivi-4-g32" + ending, "int8" + ending, "std4" + ending, "int8"};
-        return {"kivi-4-g32" + ending, "kivi-4-g32", "int8", "int8" + ending, "std4" + ending};
+        const std::string index = std::is_same_v<IndexKeys, int8> ? "int8" : "e4m3";
+        if (!mixed) return {"kivi-4-g32" + ending, "int8" + ending, "std4" + ending, index};
+        return {"kivi-4-g32" + ending, "kivi-4-g32", index, "int8" + ending, "std4" + ending};
     }
     static format_list key_formats() {
         const format narrow = make_format<typename kivi4::keys, scalar>(),
-                     bytes = make_format<int8, scalar>();
+                     bytes = make_format<int8, scalar>(), index = make_format<IndexKeys, scalar>();
         const format_list latents = {with_fp16_channels(narrow, Rotary), with_fp16_channels(bytes, Rotary),
                                      with_fp16_channels(make_format<std4::keys, scalar>(), Rotary)};
-        if (mixed) return {latents[0], narrow, bytes, latents[1], latents[2]};
-        return {latents[0], latents[1], latents[2], bytes};
+        if (mixed) return {latents[0], narrow, index, latents[1], latents[2]};
+        return {latents[0], latents[1], latents[2], index};
     }
     /// Latents turn their rotary channels, an index and keys some of theirs.
     std::vector<rotary_embedding> rotations() const {
@@ -934,7 +935,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_refusals<few>();
     check_records();
     history<few>(4, 40, 16, 1, "latents of 64 + 16").run(steps);
-    history<few>(0, 3, 0, 2, "no sinks, 3 recent").run(steps / 2);
+    history<caches<64, 16, 32, 2, float_rows<e4m3>>>(0, 3, 0, 2, "no sinks, 3 recent").run(steps / 2);
 #ifdef __CUDACC__
     history<caches<512, 64, 32, 16>>(4, 64, 16, 3, "latents of 512 + 64").run(steps / 10);
 #endif

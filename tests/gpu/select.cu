@@ -22,9 +22,10 @@ struct index_case {
 };
 
 /// Scores of random keys, stored in random order.
-template <class T, int Channels, int Page>
+template <class T, int Channels, int Page, class Scheme = int8>
 void check_scores(test::rng& r, const index_case& c) {
-    using pair = cuda::index_pair<Channels, Page>;
+    using pair = cuda::index_pair<Channels, Page, Scheme>;
+    constexpr bool floats = !std::is_same_v<Scheme, int8>;
     int columns = 1, pages = 2;
     for (const int n : c.lengths) {
         columns = std::max(columns, (n + Page - 1) / Page);
@@ -55,14 +56,18 @@ void check_scores(test::rng& r, const index_case& c) {
                     keys.push_back(T(x[static_cast<std::size_t>(i * Channels + ch)]));
             }
             std::byte* const block = &want[static_cast<std::size_t>(number) * pair::key_block_bytes];
-            int8{}.quantize(shape, {0, 0}, x.data(), block);
-            int8{}.dequantize(shape, {0, 0}, block, x.data());
+            Scheme{}.quantize(shape, {0, 0}, x.data(), block);
+            Scheme{}.dequantize(shape, {0, 0}, block, x.data());
             dequantized[b].insert(dequantized[b].end(), x.begin(), x.begin() + used * Channels);
             // What no token has stays as it was.
-            test::poison_tokens<int8>(shape, block, used);
-            for (int t = used; t < Page; ++t)
+            if constexpr (!floats) test::poison_tokens<int8>(shape, block, used);
+            for (int t = used; t < Page; ++t) {
                 for (int ch = 0; ch < Channels; ++ch)
-                    block[t / 32 * 32 * Channels + ch / 4 * 128 + t % 32 * 4 + ch % 4] = std::byte{0xff};
+                    block[floats ? t * Channels + ch
+                                 : t / 32 * 32 * Channels + ch / 4 * 128 + t % 32 * 4 + ch % 4] =
+                        std::byte{0xff};
+                for (int i = 0; floats && i < 4; ++i) block[Page * Channels + 4 * t + i] = std::byte{0xff};
+            }
             if (!c.holes || first == 0 || first + Page >= n)
                 table[b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(first / Page)] =
                     number;
@@ -139,19 +144,23 @@ void check_scores(test::rng& r, const index_case& c) {
                 float top = 0.0f;
                 for (int ch = 0; ch < Channels; ++ch)
                     top = std::max(top, std::abs(static_cast<float>(head[ch])));
-                double with = 0.0, plain = 0.0;
+                double with = 0.0, plain = 0.0, sizes = 0.0;
+                const float unit = top > 0.0f ? std::exp2(std::floor(std::log2(top))) : 1.0f;
                 for (int ch = 0; ch < Channels; ++ch) {
                     const auto k =
                         static_cast<double>(dequantized[b][static_cast<std::size_t>(t * Channels + ch)]);
                     const float x = static_cast<float>(head[ch]);
                     broken = broken || x != x;
-                    with += k * static_cast<double>(std::nearbyint(x * (127.0f / top)) * (top / 127.0f));
+                    with +=
+                        k * static_cast<double>(floats ? static_cast<float>(float16(x / unit)) * unit
+                                                       : std::nearbyint(x * (127.0f / top)) * (top / 127.0f));
+                    sizes += std::abs(k * static_cast<double>(x));
                     plain += k * static_cast<double>(x);
                 }
                 const auto w = static_cast<double>(weights[static_cast<std::size_t>(row * c.heads + h)]);
                 rounded += w * std::max(with, 0.0);
                 exact += w * std::max(plain, 0.0);
-                terms += std::abs(w * with);
+                terms += std::abs(w) * (floats ? sizes : std::abs(with));
             }
             if (broken) {
                 CHECK(score != score, "a query with NaN has score %g", static_cast<double>(score));
@@ -176,7 +185,8 @@ void check_scores(test::rng& r, const index_case& c) {
         CHECK(std::memcmp(&now[i], &have[i], sizeof(float)) == 0, "score %zu behind the last row is written",
               i + behind - now.size());
     if (size > 0.0)
-        CHECK(std::sqrt(off / size) < 0.02, "queries of 8 bits: scores are %g off", std::sqrt(off / size));
+        CHECK(std::sqrt(off / size) < (floats ? 1e-3 : 0.02), "rounded queries: scores are %g off",
+              std::sqrt(off / size));
 }
 
 /// Positions of random scores, many of them equal.
@@ -367,6 +377,9 @@ int main() {
     check_scores<float16, 128, 32>(r,
                                    {.heads = 5, .query_tokens = 3, .lengths = {100, 2, 70}, .holes = true});
     check_scores<float, 64, 96>(r, {.heads = 70, .lengths = {130}, .spoiled = true});
+    check_scores<bfloat16, 128, 64, float_rows<e4m3>>(r, {.lengths = {300, 0, 65, 3}});
+    check_scores<float, 64, 96, float_rows<e4m3>>(
+        r, {.heads = 70, .query_tokens = 2, .lengths = {130, 2}, .holes = true, .spoiled = true});
     check_take(r);
     check_estimates<std4::keys, 128, 128>(r);
     check_estimates<std4_h::keys, 64, 128>(r);
@@ -380,6 +393,7 @@ int main() {
     check_scores<bfloat16, 128, 128>(r, {.query_tokens = 4, .lengths = {3000, 70, 1}});
     check_scores<bfloat16, 128, 64>(r, {.heads = 32, .lengths = std::vector<int>(100, 77)});
     check_scores<float16, 128, 64>(r, {.lengths = {20000, 10, 9000}, .holes = true});
+    check_scores<float16, 128, 64, float_rows<e4m3>>(r, {.heads = 32, .lengths = {20000, 10, 9000}});
     check_top(r, {131072, 131072, 70000}, 131072, 1, 2048, 0);
     check_top(r, {131072, 40000, 16385}, 131072, 2, 2048, 3);
     check_top(r, {1000000, 12}, 1000000, 1, 2048, 100000);

@@ -77,6 +77,13 @@ struct float_rows {
         block += at * static_cast<std::size_t>(s.dim);
         for (int c = 0; c < s.dim; ++c) values[c] = value_of(detail::load_as<Code>(block + c), scale);
     }
+    /// One number, as dequantize() gives it: what kernels of a GPU read.
+    KVQ_HD float device_value(const block_shape& s, const std::byte* block, int token,
+                              int channel) const noexcept {
+        const auto scale =
+            detail::load_as<float>(block + scale_offset(s) + static_cast<std::size_t>(token) * sizeof(float));
+        return value_of(detail::load_as<Code>(block + std::ptrdiff_t{token} * s.dim + channel), scale);
+    }
 };
 
 namespace detail {

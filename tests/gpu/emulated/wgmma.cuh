@@ -93,6 +93,22 @@ void multiply_shared(float (&d)[N], std::uint64_t a, std::uint64_t b) {
     multiply(d, a, b, Accumulate, false, Transposed);
 }
 
+/// A from registers of the lanes.
+inline void multiply_registers(float (&d)[32], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
+                               std::uint32_t a3, std::uint64_t b) {
+    const auto all = emulated::exchange(emulated::meeting::product, a0, a1, a2, a3, 0u, 0u);
+    const int g = emulated::thread->lane / 4, t = emulated::thread->lane % 4;
+    for (int i = 0; i < 16; ++i)
+        for (int k = 0; k < 16; ++k) {
+            const float x = operand_number(b, false, i / 2 * 8 + 2 * t + i % 2, k);
+            for (int r = 0; r < 2; ++r) {
+                const std::uint32_t two = all[static_cast<std::size_t>(4 * g + k % 8 / 2)][r + k / 8 * 2];
+                d[i / 2 * 4 + 2 * r + i % 2] +=
+                    static_cast<float>(float16::from_bits(static_cast<std::uint16_t>(two >> k % 2 * 16))) * x;
+            }
+        }
+}
+
 /// What a barrier in shared memory holds.
 struct phase_barrier {
     std::uint16_t arrivals, missing;

@@ -46,6 +46,8 @@ KVQ_HD float read_value(const block_shape& s, const std::byte* block, int token,
             kvq::detail::load_as<T>(block + sizeof(T) * S::element(value_layout<T>(s), s, token, channel)));
     } else if constexpr (token_record_scheme<S>) {
         return S::device_value(s, block, token, channel);
+    } else if constexpr (float_row_scheme<S>) {
+        return S{}.device_value(s, block, token, channel);
     } else {
         return S::value(s, block, token, channel);
     }

@@ -130,7 +130,8 @@ inline constexpr int tensors_of = has_values<Pair> ? 2 : 1;
 
 /// Are there kernels that quantize to these blocks?
 template <class S, tensor Role>
-inline constexpr bool quantizes_to = token_bytes_scheme<S> || no_quantizer(codec<S>, Role) == nullptr;
+inline constexpr bool quantizes_to = token_bytes_scheme<S> || float_row_scheme<S> ||
+                                     no_quantizer(codec<S>, Role) == nullptr;
 template <class To>
 inline constexpr bool quantizes = quantizes_to<typename To::keys, tensor::key> &&
                                   (!has_values<To> || quantizes_to<typename To::values, tensor::value>);

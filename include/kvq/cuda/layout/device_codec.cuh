@@ -173,11 +173,14 @@ struct encoder_of<S> {
 
 template <class S>
 inline constexpr bool own_content = codec<S>.content == block_content::own;
+/// 8-bit floats with a scale of each token (schemes/float_rows.hpp), of which an index has kernels.
+template <class S>
+inline constexpr bool float_row_scheme = codec<S>.content == block_content::rows;
 /// Schemes of your own that kernels read number by number: attend_any.cuh, dequantize_tokens. They are copied
 /// to the device, with whatever state they have. device_value() is what dequantize() gives; behind a
 /// transform, which has an inner_scheme, it is not.
 template <class S>
-concept read_by_numbers = own_content<S> && !requires {
+concept read_by_numbers = (own_content<S> || float_row_scheme<S>)&&!requires {
     typename S::inner_scheme;
 }
 &&std::is_trivially_copyable_v<S>&& requires(const S s, const block_shape& shape, const std::byte* block) {

@@ -16,6 +16,7 @@
 #pragma once
 
 #include "../../core/token_view.hpp"
+#include "../layout/float_rows.cuh"
 #include "../layout/latent_pair.cuh"
 #include "../layout/row_pieces.cuh"
 #include "kept_tensors.hpp"
@@ -103,6 +104,11 @@ __device__ __forceinline__ unsigned requantize_tensor(const cache_ref<From>& sou
         constexpr block_shape shape = shape_of<Role, To>;
         count = quantize_rows<Threads>(
             own_scheme<Role>(target), shape, target.template block<Role>(to, head),
+            [&](int token, int channel) { return read_value<Role>(source, from, head, token, channel); });
+    } else if constexpr (float_row_scheme<S>) {
+        constexpr block_shape shape = shape_of<Role, To>;
+        count = quantize_float_rows<S, shape.dim, Threads>(
+            shape, target.template block<Role>(to, head),
             [&](int token, int channel) { return read_value<Role>(source, from, head, token, channel); });
     } else if constexpr (codes_grids<S>) {
         count = grid_encoder<From, To, Role, Threads>(source, from, target, to, head, shared).run();

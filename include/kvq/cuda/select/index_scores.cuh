@@ -2,34 +2,30 @@
 //
 //   score[t] = k_scale[t] * sum_h w_h q_scale_h max(0, sum_c q_hc k_tc)        h: heads of the indexer
 //
-// Keys are the 8-bit codes of their pages; every head of a query is rounded to 8 bits, its largest number to
-// 127. Products are those of tensor cores (m16n8k32), and exact. A warp has two tiles on their way to shared
-// memory while it multiplies a third one: registers that wait for memory would be those of the products. A
-// lane reads 16 bytes: four words of channels of four neighbouring tokens, which are rows of two products.
-// Queries are in shared memory in the order of lanes. Keys of 16 bits (sinks and window of a cache) are
-// multiplied with the queries as they are (m16n8k16), in float sums.
+// Keys are the 8-bit codes of their pages, multiplied as index_tiles.cuh says. A warp has two tiles on their
+// way to shared memory while it multiplies a third one: registers that wait for memory would be those of the
+// products. Keys of 16 bits (sinks and window of a cache) are multiplied with the queries as they are
+// (m16n8k16), in float sums.
 // Of 131072 tokens and 64 heads: 17.3 MB, and 1.07 * 10^9 multiply-adds.
-// Contract: the same bits on every device and in every batch. A number of a query that is not finite makes
-// all scores of its row NaN.
+// Contract: as index_tiles.cuh says.
 // Source: the lightning indexer of DeepSeek V3.2.
 #pragma once
 
 #include "../layout/held_tokens.cuh"
 #include "../store/store_token.cuh"
-#include "index_pages.cuh"
+#include "index_tiles.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
-inline constexpr int index_tile = 32, index_warps = 4, index_heads = 64,
-                     index_blocks = 4;  // of a multiprocessor
-
 /// Kernel arguments. First: the pair of the first part.
 template <class First, class T, class... Parts>
 struct index_args {
     static constexpr int channels = First::head_dim;
+    using scheme = std::conditional_t<full_precision<typename First::keys>, int8, typename First::keys>;
     static constexpr bool mixed = sizeof...(Parts) > 1;
+    static constexpr int blocks = float_row_scheme<scheme> ? 3 : 4;  // of a multiprocessor
     object_list<Parts...> parts;
     int recent;
     const int* tokens;  // [sequences]: paged lengths
@@ -51,100 +47,16 @@ struct index_args {
     }
 };
 
-/// Queries of a row, as lanes multiply them: of head 8 n + g and words 16 p + {0, 4, 8, 12} + t lane 4 g + t
-/// has word n * pairs + p.
-template <int Channels>
-struct index_queries {
-    static constexpr int pairs = Channels / 64, blocks = index_heads / 8;
-    uint4 words[blocks * pairs][warp_size];
-    float weights[index_heads];  // times the scales of the codes
-    float own_weights[index_heads];
-
-    template <class T>
-    __device__ __forceinline__ void load(const token_view<const T>& q, const float* w, int row, int first,
-                                         int warp, int lane) {
-        const int g = lane / 4, t = lane % 4;
-#pragma unroll 1
-        for (int n = warp; n < blocks; n += index_warps) {
-            const int head = first + 8 * n + g;
-            const bool there = head < q.heads;
-            const T* const from = q.at(row, there ? head : 0);
-            float x[pairs * 4][4], top = 0.0f;
-            bool finite = true;
-#pragma unroll
-            for (int i = 0; i < pairs * 4; ++i)
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    const float number = there ? to_float(from[4 * (4 * i + t) + c]) : 0.0f;
-                    finite = finite && kvq::detail::is_finite(number);
-                    x[i][c] = number;
-                    top = fmaxf(top, fabsf(number));
-                }
-            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
-            top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-            finite = (__ballot_sync(0xffffffffu, finite) >> (4 * g) & 15u) == 15u;
-            const float inverse = top > 0.0f && finite ? 127.0f / top : 0.0f;
-            std::uint32_t packed[pairs * 4];
-#pragma unroll
-            for (int i = 0; i < pairs * 4; ++i) {
-                packed[i] = 0;
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    // The last byte of x + 1.5 * 2^23 is that of the nearest integer.
-                    const float code = fminf(fmaxf(x[i][c] * inverse, -127.0f), 127.0f) + 12582912.0f;
-                    packed[i] |= (__float_as_uint(code) & 0xffu) << 8 * c;
-                }
-            }
-#pragma unroll
-            for (int p = 0; p < pairs; ++p)
-                words[n * pairs + p][lane] = {packed[4 * p], packed[4 * p + 1], packed[4 * p + 2],
-                                              packed[4 * p + 3]};
-            if (t == 0) {
-                const float own = !there ? 0.0f
-                                  : finite
-                                      ? w[static_cast<std::size_t>(row) * static_cast<std::size_t>(q.heads) +
-                                          static_cast<std::size_t>(head)]
-                                      : NAN;
-                own_weights[8 * n + g] = own;
-                weights[8 * n + g] = own * (there && finite ? top / 127.0f : 1.0f);
-            }
-        }
-    }
-};
-
-/// Codes of 32 tokens, and a scale of each. Lines of words have their 16 bytes in another order, so that 8
-/// lanes, which read two of them in four lines, meet all banks.
-template <int Channels>
-struct index_stage {
-    uint4 words[Channels / 4 * (index_tile / 4)];
-    float scales[index_tile];
-
-    __device__ __forceinline__ static int place(int line, int quad) {
-        return line * (index_tile / 4) + (quad ^ line % 4 * 2);
-    }
-};
-/// Shared memory of a thread block: queries, and the tiles of a warp that are on their way.
-template <int Channels>
-struct index_memory : index_queries<Channels> {
-    static constexpr int stages = 2;
-    index_stage<Channels> ring[index_warps][stages];
-};
-
 /// Tiles of a row of scores by a thread block.
 template <class Args>
 struct index_scorer {
-    static constexpr int channels = Args::channels, columns = channels / 16;  // words of a lane
-    using queries = index_queries<channels>;
-    using memory_type = index_memory<channels>;
-    using stage = index_stage<channels>;
+    static constexpr int channels = Args::channels, columns = channels / 16;
+    template <class Scheme>
+    using memory_of = index_memory<Scheme, channels>;
     const Args& args;
-    memory_type& memory;
+    std::byte* shared;  // memory of the scheme at hand
     int warp, lane;
 
-    struct tile {
-        uint4 words[columns];  // of word 4 j + t of tokens 4 g to 4 g + 3
-        float scale;           // of token `lane`
-    };
     /// Tokens of a part, which counts them from its first one.
     struct run {
         int sequence, first, stop;  // of tile 0; behind the last token that is held and seen
@@ -199,87 +111,43 @@ struct index_scorer {
     }
     /// Asks for a tile.
     template <class Pair>
-    __device__ __forceinline__ void fetch(stage& to, const cache_ref<Pair>& cache, int page,
-                                          int token) const {
+    __device__ __forceinline__ void fetch(index_stage<typename Pair::keys, channels>& to,
+                                          const cache_ref<Pair>& cache, int page, int token) const {
         if (page >= 0) {
             const std::byte* const block = cache.key_block(page, 0);
             const int first = token % Pair::page_tokens;
             const std::byte* const words = block + first * channels + lane * 16;
-            const std::uint32_t at = shared_address(to.words + stage::place(lane / 8, lane % 8));
 #pragma unroll
             for (int j = 0; j < columns; ++j)
-                copy_async(at + static_cast<std::uint32_t>(j * 512), words + j * 512);
+                copy_async(shared_address(to.words + to.copied(j, lane)), words + j * 512);
             if (lane < index_tile / 4)
                 copy_async(shared_address(to.scales + lane * 4),
                            block + Pair::scale_offset + (first + lane * 4) * 4);
         }
         copy_commit();
     }
-    /// What lanes multiply of a tile. Codes are 128 above their numbers.
-    __device__ __forceinline__ tile take(const stage& from) const {
-        tile x;
-#pragma unroll
-        for (int j = 0; j < columns; ++j) {
-            const uint4 v = from.words[stage::place(4 * j + lane % 4, lane / 4)];
-            x.words[j] = {v.x ^ 0x80808080u, v.y ^ 0x80808080u, v.z ^ 0x80808080u, v.w ^ 0x80808080u};
-        }
-        x.scale = from.scales[lane];
-        return x;
-    }
     /// The score of token `lane`.
-    __device__ __forceinline__ float score(const tile& x, int heads) const {
-        const int t = lane % 4;
-        // Integers as floats: bits of 1.5 * 2^23 + n are those of 1.5 * 2^23 and n added up.
-        constexpr int zero_bits = 0x4b400000;
-        constexpr float zero = 12582912.0f;
+    template <class Scheme>
+    __device__ __forceinline__ float score(const index_keys<Scheme, channels>& keys,
+                                           const memory_of<Scheme>& memory, int heads) const {
         float sums[4] = {};
-#pragma unroll
-        for (int n = 0; n < queries::blocks; ++n) {
-            if (8 * n >= heads) break;
-            int d[2][4];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) d[i / 4][i % 4] = zero_bits;
-#pragma unroll
-            for (int p = 0; p < queries::pairs; ++p) {
-                const uint4 b = memory.words[n * queries::pairs + p][lane];
-#pragma unroll
-                for (int s = 0; s < 2; ++s) {
-                    const uint4 &low = x.words[4 * p + 2 * s], &high = x.words[4 * p + 2 * s + 1];
-                    const std::uint32_t b0 = s == 0 ? b.x : b.z, b1 = s == 0 ? b.y : b.w;
-                    mma_signed(d[0], low.x, low.y, high.x, high.y, b0, b1);
-                    mma_signed(d[1], low.z, low.w, high.z, high.w, b0, b1);
-                }
-            }
-            const float2 w = *reinterpret_cast<const float2*>(memory.weights + 8 * n + 2 * t);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                sums[i] = fmaf(w.x, fmaxf(__int_as_float(d[i / 2][i % 2 * 2]) - zero, 0.0f), sums[i]);
-                sums[i] = fmaf(w.y, fmaxf(__int_as_float(d[i / 2][i % 2 * 2 + 1]) - zero, 0.0f), sums[i]);
-            }
-        }
-        return own_sum(sums) * x.scale;
-    }
-    /// Of four lanes with sums of four tokens each gets one.
-    __device__ __forceinline__ float own_sum(const float (&sums)[4]) const {
-        const int t = lane % 4;
-        const bool upper = t >= 2, odd = t % 2 != 0;
-        const float kept0 = upper ? sums[2] : sums[0], kept1 = upper ? sums[3] : sums[1];
-        const float sum0 = kept0 + __shfl_xor_sync(0xffffffffu, upper ? sums[0] : sums[2], 2),
-                    sum1 = kept1 + __shfl_xor_sync(0xffffffffu, upper ? sums[1] : sums[3], 2);
-        return (odd ? sum1 : sum0) + __shfl_xor_sync(0xffffffffu, odd ? sum0 : sum1, 1);
+        keys.add_heads(sums, memory, heads, lane);
+        return own_sum(sums, lane) * keys.scale;
     }
     /// Tiles [from, to) of codes, for heads from `first` on. All threads.
     template <bool Cut, class Part>
     __device__ __forceinline__ void code_tiles(const Part& part, const run& of, int from, int to, int row,
                                                int first) {
         using pair = typename Part::pair_type;
+        using scheme = typename pair::keys;
+        auto& memory = *reinterpret_cast<memory_of<scheme>*>(shared);
         const auto page_at = [&](int number) {
             return number < to ? __ldg(part.cache.block_table +
                                        part.cache.table_entry(
                                            of.sequence, (of.first + number * index_tile) / pair::page_tokens))
                                : -1;
         };
-        constexpr int stages = memory_type::stages;
+        constexpr int stages = memory_of<scheme>::stages;
         int number = from + warp, pages[stages + 1];
 #pragma unroll
         for (int i = 0; i <= stages; ++i) pages[i] = page_at(number + i * index_warps);
@@ -287,15 +155,16 @@ struct index_scorer {
         for (int i = 0; i < stages; ++i)
             fetch(memory.ring[warp][i], part.cache, pages[i],
                   of.first + (number + i * index_warps) * index_tile);
-        load(row, first);
+        load<scheme>(row, first);
         int at = 0;
+        // As often by all warps: those of a warpgroup multiply together.
 #pragma unroll 1
-        for (; number < to; number += index_warps) {
-            stage& own = memory.ring[warp][at];
+        for (; from < to; from += index_warps, number += index_warps) {
+            auto& own = memory.ring[warp][at];
             at = at + 1 < stages ? at + 1 : 0;
             copy_wait<stages - 1>();
             __syncwarp();
-            const tile now = take(own);
+            const index_keys<scheme, channels> now(own, lane);
             __syncwarp();
             const int page = pages[0];
 #pragma unroll
@@ -303,9 +172,9 @@ struct index_scorer {
             pages[stages] = page_at(number + (stages + 1) * index_warps);
             fetch(own, part.cache, pages[stages - 1],
                   of.first + (number + stages * index_warps) * index_tile);
-            const float sum = score(now, args.q.heads - first);
+            const float sum = score<scheme>(now, memory, args.q.heads - first);
             // A missing page of several parts is in another one.
-            if (!Args::mixed || page >= 0)
+            if (number < to && (!Args::mixed || page >= 0))
                 put<Cut>(part, of, row, of.first + number * index_tile + lane, page < 0 ? -INFINITY : sum);
         }
         copy_wait<0>();
@@ -328,6 +197,8 @@ struct index_scorer {
         constexpr int page_tokens = pair::page_tokens, height = kvq::detail::smaller(32, page_tokens),
                       row_words = channels / 2;
         const int g = lane / 4, t = lane % 4, heads = q.heads - first_head;
+        const float* const own_weights =
+            reinterpret_cast<const memory_of<typename Args::scheme>*>(shared)->own_weights;
 #pragma unroll 1
         for (int number = from + warp; number < to; number += index_warps) {
             const int token = of.first + number * index_tile + lane,
@@ -353,7 +224,7 @@ struct index_scorer {
                         a[i][k] = keys[i] == nullptr ? 0u : fetch_word(keys[i] + (4 * k + t) * height);
                 float own[2] = {};
 #pragma unroll 1
-                for (int n = 0; n < queries::blocks && 8 * n < heads; ++n) {
+                for (int n = 0; 8 * n < kvq::detail::smaller(heads, index_heads); ++n) {
                     const bool there = 8 * n + g < heads;
                     const auto* const from_q = reinterpret_cast<const std::uint32_t*>(
                         q.at(row, first_head + (there ? 8 * n + g : 0)));
@@ -362,7 +233,7 @@ struct index_scorer {
                     for (int k = 0; k < channels / 16; ++k)
                         mma_values<T>(d, a[0][2 * k], a[1][2 * k], a[0][2 * k + 1], a[1][2 * k + 1],
                                       from_q[8 * k + t], from_q[8 * k + 4 + t]);
-                    const float2 w = *reinterpret_cast<const float2*>(memory.own_weights + 8 * n + 2 * t);
+                    const float2 w = *reinterpret_cast<const float2*>(own_weights + 8 * n + 2 * t);
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         // NaN of keys stays.
@@ -378,14 +249,15 @@ struct index_scorer {
                         sums[2 + i] = own[i];
                 }
             }
-            const float own = own_sum(sums);
+            const float own = own_sum(sums, lane);
             if (page >= 0) put<true>(part, of, row, token, own);
         }
     }
     /// The heads of a row from `first` on. All threads.
+    template <class Scheme>
     __device__ __forceinline__ void load(int row, int first) {
         __syncthreads();
-        memory.load(args.q, args.weights, row, first, warp, lane);
+        reinterpret_cast<memory_of<Scheme>*>(shared)->load(args.q, args.weights, row, first, warp, lane);
         __syncthreads();
     }
     /// Tiles [from, to) of a row. All threads.
@@ -403,7 +275,7 @@ struct index_scorer {
             for (int first = 0; first < args.q.heads; first += index_heads) {
                 const run of = run_of(part, sequence, query, row, length, held, first > 0);
                 if constexpr (full_precision<typename part_type::pair_type::keys>) {
-                    load(row, first);
+                    load<typename Args::scheme>(row, first);
                     value_tiles(part, of, begin, end, row, args.q, first);
                 } else {
                     if constexpr (Args::mixed)
@@ -420,9 +292,15 @@ struct index_scorer {
 
 /// Thread block i of n has tiles [T i / n, T (i + 1) / n) of the line of all rows' tiles.
 template <class Args>
-__global__ void __launch_bounds__(index_warps* warp_size, index_blocks)
+__global__ void __launch_bounds__(index_warps* warp_size, Args::blocks)
     index_scores_kernel(const __grid_constant__ Args args) {
-    __shared__ index_memory<Args::channels> memory;
+#if KVQ_WARPGROUP_PRODUCTS
+    extern __shared__ __align__(1024) std::byte swizzled_memory[];
+    std::byte* const shared = swizzled_memory;
+#else
+    extern __shared__ __align__(16) std::byte page_memory[];
+    std::byte* const shared = page_memory;
+#endif
     const int warp = static_cast<int>(threadIdx.x) / warp_size,
               lane = static_cast<int>(threadIdx.x) % warp_size;
     launch_dependents();
@@ -458,7 +336,7 @@ __global__ void __launch_bounds__(index_warps* warp_size, index_blocks)
         }
         before += __shfl_sync(0xffffffffu, end, warp_size - 1);
     }
-    index_scorer<Args> scorer{args, memory, warp, lane};
+    index_scorer<Args> scorer{args, shared, warp, lane};
 #pragma unroll 1
     for (; left > 0; ++sequence) {
         const int size = args.tiles(sequence);
@@ -473,6 +351,25 @@ __global__ void __launch_bounds__(index_warps* warp_size, index_blocks)
         at = 0;
     }
 }
+
+/// Shared memory of a thread block.
+template <class Args>
+struct index_bytes;
+template <class First, class T, class... Parts>
+struct index_bytes<index_args<First, T, Parts...>> {
+    template <class Keys>
+    static constexpr int of() {
+        if constexpr (full_precision<Keys>)
+            return static_cast<int>(sizeof(index_memory<int8, First::head_dim>));
+        else
+            return static_cast<int>(sizeof(index_memory<Keys, First::head_dim>));
+    }
+    static constexpr int value = [] {
+        int most = 0;
+        ((most = kvq::detail::larger(most, of<typename Parts::pair_type::keys>())), ...);
+        return most;
+    }();
+};
 
 /// Channels and page sizes of a mix of an index and of its 16-bit keys.
 template <class First, class... Others>
@@ -518,7 +415,12 @@ status index_scores(const mixed_cache_ref<Parts...>& index, const token_view<con
     cudaError_t code = cudaGetDevice(&device);
     if (code == cudaSuccess)
         code = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    if (code != cudaSuccess) return detail::runtime_error(code, "asking how many multiprocessors there are");
+    constexpr int bytes = detail::index_bytes<args_type>::value;
+    if (code == cudaSuccess && bytes > detail::default_shared_memory)
+        code = cudaFuncSetAttribute(detail::index_scores_kernel<args_type>,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (code != cudaSuccess)
+        return detail::runtime_error(code, "asking the device what scores of an index need");
     args_type args{{},      index.recent,         first.tokens,   first.sequences, q,
                    weights, options.query_tokens, options.behind, options.room,    scores};
     [&]<int... Is>(std::integer_sequence<int, Is...>) {
@@ -527,8 +429,8 @@ status index_scores(const mixed_cache_ref<Parts...>& index, const token_view<con
     (std::make_integer_sequence<int, sizeof...(Parts)>{});
     return detail::launch("launching the scores of an index", detail::overlap::yes,
                           detail::index_scores_kernel<args_type>,
-                          dim3(static_cast<unsigned>(detail::index_blocks * processors)),
-                          detail::index_warps * detail::warp_size, 0, stream, args);
+                          dim3(static_cast<unsigned>(args_type::blocks * processors)),
+                          detail::index_warps * detail::warp_size, std::size_t{bytes}, stream, args);
 }
 /// Of an index alone, room for table_columns * page_tokens scores. Those of missing pages are -infinity.
 template <class Pair, class T>

@@ -324,7 +324,7 @@ namespace detail {
 /// Do tokens have all that they need in their own bytes and those of others' codes?
 template <class S>
 inline constexpr bool takes_tokens = [] {
-    if constexpr (token_bytes_scheme<S>)
+    if constexpr (token_bytes_scheme<S> || float_row_scheme<S>)
         return true;
     else
         return word_traits<S>::token_parameters;
@@ -360,6 +360,8 @@ status store(const cache_ref<Pair>& cache, const token_view<const T>& k, const t
         return detail::bad_value("k, v or mapping is a null pointer");
     if constexpr (detail::stores_rows<Pair>) {
         return detail::store_token_rows(cache, k, v, mapping, not_finite, stream);
+    } else if constexpr (detail::float_row_scheme<typename Pair::keys>) {
+        return detail::store_float_rows(cache, k, v, mapping, not_finite, stream);
     } else {
         const detail::store_tensor<T> keys{cache.key_pages, cache.key_page_bytes, k.data, k.token_stride,
                                            k.head_stride},
