@@ -87,11 +87,6 @@ struct code_loader {
     const int part_bytes = r.front > 0 ? r.chunk_bytes : 4 * part_words, vector_bytes = parts * part_bytes;
 
     int words_of(int v) const { return detail::smaller(width, words - v * width); }
-    KVQ_INLINE void prefetch(const std::byte* row, int v) const {
-        const std::byte* const from = row + std::ptrdiff_t{v} * vector_bytes;
-        detail::prefetch(from);
-        if (vector_bytes > 64) detail::prefetch(from + 64);
-    }
     KVQ_INLINE ints load(const std::byte* row, int v) const {
         const std::byte* const from = row + std::ptrdiff_t{v} * vector_bytes + r.front;
         const int n = words_of(v);
@@ -99,6 +94,15 @@ struct code_loader {
         return n == width ? Lanes::load(from) : Lanes::load(from, n);
     }
 };
+
+/// Bytes of 128 channels: of half bytes, of a vector.
+inline int bytes_of_128(const row_pass& r, bool nibbles) {
+    return r.front > 0 ? 4 * r.chunk_bytes : nibbles ? 64 : 128;
+}
+KVQ_INLINE void prefetch_128(const std::byte* from, int bytes) {
+    detail::prefetch(from);
+    if (bytes > 64) detail::prefetch(from + 64);
+}
 
 /// The codes in the bytes of a, or in its low half bytes.
 template <class Lanes, bool Nibbles>
@@ -130,7 +134,6 @@ KVQ_NOINLINE void turn_keys(const row_pass& pass, const code_rows& codes, int fi
             ints words[width];
             KVQ_UNROLL
             for (int k = 0; k < width; ++k) {
-                loader.prefetch(r.next[t + k], v);
                 words[k] = loader.load(r.rows[t + k], v);
             }
             Lanes::transpose(words);
@@ -168,7 +171,6 @@ KVQ_NOINLINE void pair_values(const row_pass& pass, const code_rows& codes, int 
         ints two[2];
         KVQ_UNROLL
         for (int k = 0; k < 2; ++k) {
-            loader.prefetch(r.next[t + k], v);
             two[k] = loader.load(r.rows[t + k], v);
         }
         Lanes::interleave_bytes(two);
@@ -238,11 +240,12 @@ KVQ_NOINLINE void begin_code_operands(const code_rows& codes, const float* x, st
     }
 }
 
-/// Of two vectors of tokens, for which operands are loaded once. scales, minima: of their first token.
+/// Of two vectors of tokens, for which operands are loaded once. scales, minima: of their first token. next:
+/// their rows that are prefetched meanwhile, a row with each word; bytes_of_next: of 128 channels.
 template <class Lanes, int Q>
-KVQ_NOINLINE void code_keys(const std::byte* codes, const code_operands& operands, const float* scales,
-                            const float* minima, std::ptrdiff_t scale_stride, float* y,
-                            std::ptrdiff_t y_stride) {
+KVQ_NOINLINE void code_keys(const std::byte* codes, const std::byte* const* next, int bytes_of_next,
+                            const code_operands& operands, const float* scales, const float* minima,
+                            std::ptrdiff_t scale_stride, float* y, std::ptrdiff_t y_stride) {
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
     constexpr int width = Lanes::width, bytes = 4 * width;
@@ -251,6 +254,8 @@ KVQ_NOINLINE void code_keys(const std::byte* codes, const code_operands& operand
     const float* sums = operands.sums();
     const std::uint32_t* operand = operands.words();
     const std::ptrdiff_t second = std::ptrdiff_t{operands.dim / 4} * bytes;
+    int row = 0;
+    std::ptrdiff_t of_row = 0;
     floats sum[2][Q];
     KVQ_UNROLL
     for (int i = 0; i < Q; ++i) sum[0][i] = sum[1][i] = Lanes::splat_float(0.0f);
@@ -262,6 +267,8 @@ KVQ_NOINLINE void code_keys(const std::byte* codes, const code_operands& operand
             low[0][i] = low[1][i] = Lanes::splat(starts[i]);
         }
         for (int j = 0; j < words_of_group; ++j, codes += bytes, operand += 8) {
+            prefetch_128(next[row] + of_row, bytes_of_next);
+            if (++row == 2 * width) row = 0, of_row += bytes_of_next;
             const ints code[2] = {Lanes::load(codes), Lanes::load(codes + second)};
             KVQ_UNROLL
             for (int i = 0; i < Q; ++i) {
@@ -377,16 +384,17 @@ KVQ_NOINLINE bool code_weights(const float* w, std::ptrdiff_t w_stride, int coun
     return true;
 }
 
-/// Values of some groups: bytes of the rows at channel group `from` (V = 2), or what pair_values wrote. V:
-/// vectors of 16 channels of a group. y: Q rows, where four (bytes), eight or single (pairs) neighbours of 32
+/// Values of some groups: bytes of the rows at channel group `from` (V = 2), or what pair_values wrote of a
+/// vector. V: vectors of 16 channels of a group. y: Q rows, where four (bytes), eight or single (pairs) neighbours of 32
 /// channels are in turns in the first and second vector.
 template <class Lanes, int Q, int V, bool Nibbles>
-KVQ_NOINLINE void code_values(const row_pass& pass, const std::byte* pairs, int from, int groups,
+KVQ_NOINLINE void code_values(const row_pass& pass, const std::byte* pairs, int vector, int from, int groups,
                               const code_weight_space& weights, bool minima, float unit, float* y,
                               std::ptrdiff_t y_stride) {
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
     const row_pass r = pass;
+    [[maybe_unused]] const int next_bytes = bytes_of_128(r, Nibbles);
     for (int g = 0; g < groups; ++g, y += V * Lanes::width) {
         ints sum[Q][V];
         KVQ_UNROLL
@@ -395,8 +403,13 @@ KVQ_NOINLINE void code_values(const row_pass& pass, const std::byte* pairs, int 
             for (int v = 0; v < V; ++v) sum[i][v] = Lanes::splat(0);
         }
         const std::ptrdiff_t chunk = std::ptrdiff_t{from + g} * r.chunk_bytes;
+        [[maybe_unused]] const bool prefetches = (from + g) % 2 == 0;
         const auto* w = reinterpret_cast<const std::uint32_t*>(weights.words[g]);
         for (int t = 0; t < r.tokens; t += 4, w += t % 16 == 0 ? 20 : 4) {
+            if constexpr (Nibbles) {  // all rows, in the time of all groups
+                const int row = detail::smaller(((from + g) * (r.tokens / 4) + t / 4) * V / 2, r.tokens - 1);
+                prefetch_128(r.next[row] + std::ptrdiff_t{vector} * next_bytes, next_bytes);
+            }
             KVQ_UNROLL
             for (int h = 0; h < 2; ++h) {
                 ints x[2];
@@ -409,7 +422,7 @@ KVQ_NOINLINE void code_values(const row_pass& pass, const std::byte* pairs, int 
                 } else {
                     KVQ_UNROLL
                     for (int k = 0; k < 2; ++k) {
-                        detail::prefetch(r.next[t + 2 * h + k] + chunk);
+                        if (prefetches) detail::prefetch(r.next[t + 2 * h + k] + chunk);
                         x[k] = Lanes::load_bytes_as_halves(r.rows[t + 2 * h + k] + chunk + r.front);
                     }
                     Lanes::interleave_halves(x);

@@ -181,10 +181,13 @@ private:
     void add_code_sums(const float* sums, float* y, std::ptrdiff_t y_stride, bool add) const {
         if (codes_of_layout_.pairs) return add_sums(sums, 1.0f, 8, y, y_stride, add);
         const auto each = [&]<int Run>(std::integral_constant<int, Run>) {
-            for (int i = 0; i < n_; ++i, sums += padded_, y += y_stride)
-                for (int c = 0; c < dim_; c += row_chunk)
-                    for (int k = 0; k < row_chunk / Run; ++k)
-                        put(sums + c + k % 2 * 16 + k / 2 * Run, Run, 1.0f, y + c + k * Run, add);
+            for (int i = 0; i < n_; ++i)
+                for (int c = 0; c < dim_; c += row_chunk) {
+                    float chunk[row_chunk];  // which nothing that is read can be
+                    for (int k = 0; k < row_chunk; ++k)
+                        chunk[k] = sums[i * padded_ + c + k / Run % 2 * 16 + k / (2 * Run) * Run + k % Run];
+                    put(chunk, row_chunk, 1.0f, y + i * y_stride + c, add);
+                }
         };
         if (codes_of_layout_.of_bytes)
             each(std::integral_constant<int, 4>());
@@ -237,10 +240,10 @@ private:
                 for (int i = 0; i < n_; i += row_key_operands) {
                     const int count = detail::smaller(n_ - i, row_key_operands);
                     const code_operands x = operands_of(i, workspace);
-                    (count > 1 ? code_keys<Lanes, row_key_operands>
-                               : code_keys<Lanes, 1>)(codes, x, p.pass.scales + t,
-                                                      p.pass.minima ? p.pass.minima + t : nullptr,
-                                                      tokens_of_pass, lines, line_);
+                    const auto of = count > 1 ? &code_keys<Lanes, row_key_operands> : &code_keys<Lanes, 1>;
+                    of(codes, p.pass.next + t, bytes_of_128(p.pass, codes_of_layout_.of_nibbles), x,
+                       p.pass.scales + t, p.pass.minima ? p.pass.minima + t : nullptr, tokens_of_pass, lines,
+                       line_);
                     for (int k = 0; k < count; ++k)
                         put(lines + k * line_, here, x.steps()[k] * factor_ * codes_of_layout_.unit,
                             y + (i + k) * y_stride + t, add);
@@ -277,20 +280,14 @@ private:
                                                                   p.pass.tokens, here, p.pass.scales + at,
                                                                   minima, tokens_of_pass, weights))
                             return false;
-                        constexpr auto of = [](int few, int sixteen, int bytes) {
-                            (void)bytes;
-                            return few ? (sixteen ? &code_values<Lanes, 1, 1, true>
-                                                  : &code_values<Lanes, 1, 2, true>)
-                                       : (sixteen ? &code_values<Lanes, 4, 1, true>
-                                                  : &code_values<Lanes, 4, 2, true>);
-                        };
-                        (nibbles ? of(count == 1, group == 16, 0)
-                         : count > 1
-                             ? &code_values<Lanes, 4, 2, false>
-                             : &code_values<Lanes, 1, 2, false>)(p.pass, pairs, nibbles ? g - first : g, here,
-                                                                 weights, minima != nullptr,
-                                                                 codes_of_layout_.unit,
-                                                                 sums + i * padded_ + g * group, padded_);
+                        const auto of = !nibbles      ? (count > 1 ? &code_values<Lanes, 4, 2, false>
+                                                                   : &code_values<Lanes, 1, 2, false>)
+                                        : group == 16 ? (count > 1 ? &code_values<Lanes, 4, 1, true>
+                                                                   : &code_values<Lanes, 1, 1, true>)
+                                        : count > 1   ? &code_values<Lanes, 4, 2, true>
+                                                      : &code_values<Lanes, 1, 2, true>;
+                        of(p.pass, pairs, first / together, nibbles ? g - first : g, here, weights,
+                           minima != nullptr, codes_of_layout_.unit, sums + i * padded_ + g * group, padded_);
                     }
                 }
             }
