@@ -385,8 +385,8 @@ KVQ_NOINLINE bool code_weights(const float* w, std::ptrdiff_t w_stride, int coun
 }
 
 /// Values of some groups: bytes of the rows at channel group `from` (V = 2), or what pair_values wrote of a
-/// vector. V: vectors of 16 channels of a group. y: Q rows, where four (bytes), eight or single (pairs) neighbours of 32
-/// channels are in turns in the first and second vector.
+/// vector. V: vectors of 16 channels of a group. y: Q rows, where four (bytes), eight or single (pairs)
+/// neighbours of 32 channels are in turns in the first and second vector.
 template <class Lanes, int Q, int V, bool Nibbles>
 KVQ_NOINLINE void code_values(const row_pass& pass, const std::byte* pairs, int vector, int from, int groups,
                               const code_weight_space& weights, bool minima, float unit, float* y,
