@@ -110,11 +110,12 @@ void check_format(const char* name) {
           "%s: the kernel is %s, %s", name, choice.kernel, choice.why);
     const cuda::kernel_choice of_many =
         cuda::latent_kernel<cuda::mixed_cache_ref<cuda::cache_part<Quantized>>, float16>(128);
-    CHECK(
-        std::strcmp(of_many.kernel, Quantized::head_dim % 64 != 0              ? "latent_plain_kernel"
-                                    : full_precision<typename Quantized::keys> ? "latent_cluster_kernel"
-                                                                               : "latent_wgmma_kernel") == 0,
-        "%s: the kernel of 128 heads is %s, %s", name, of_many.kernel, of_many.why);
+    CHECK(std::strcmp(of_many.kernel, Quantized::head_dim % 64 != 0 ? "latent_plain_kernel"
+                                      : full_precision<typename Quantized::keys> ||
+                                              cuda::detail::codec<typename Quantized::keys>.width() == 8
+                                          ? "latent_cluster_kernel"
+                                          : "latent_wgmma_kernel") == 0,
+          "%s: the kernel of 128 heads is %s, %s", name, of_many.kernel, of_many.why);
 #endif
     test::rng r(static_cast<unsigned>(Quantized::page_tokens + Quantized::head_dim));
     double worst = 0.0;

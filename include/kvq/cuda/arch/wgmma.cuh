@@ -293,6 +293,10 @@ __device__ __forceinline__ void store_matrices(std::uint32_t at, std::uint32_t a
                      "r"(b), "r"(c), "r"(d)
                      : "memory");
 }
+/// Arrives where others wait, and does not wait.
+__device__ __forceinline__ void arrive_at_barrier(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
 /// Waits as wait_at_barrier(); is it true for one of the threads?
 __device__ __forceinline__ bool any_at_barrier(int number, int threads, bool own) {
     std::uint32_t any;

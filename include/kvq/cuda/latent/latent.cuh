@@ -40,9 +40,9 @@ struct latent_wgmma_launch {
                                         threads,
                                         feature::warpgroup_products | feature::bulk_copies};
 };
-template <class Args>
+template <bool Turns, class Args>
 struct latent_cluster_launch {
-    using shape = latent_cluster_shape;
+    using shape = latent_cluster_shape<Turns>;
     static constexpr auto* kernel = latent_cluster_kernel<shape, Args>;
     static constexpr int threads = shape::threads, cluster = 2,
                          bytes = latent_memory<Args::first_pair::head_dim, shape>::bytes;
@@ -67,13 +67,19 @@ template <class First, class T, class... Parts>
 struct latent_launches_of<latent_args<First, T, Parts...>> {
     using args = latent_args<First, T, Parts...>;
     static constexpr bool tiles = ((no_latent_tiles<typename Parts::pair_type> == nullptr) && ...);
-    /// Codes are as fast or faster without clusters (docs/lab/gpu_experiments.md).
-    static constexpr bool in_clusters =
-        First::value_dim == 512 && (full_precision<typename Parts::pair_type::keys> && ...);
+    /// Codes of fewer than 8 bits are as fast without clusters, 16-bit values slower in turns
+    /// (docs/lab/gpu_experiments.md).
+    template <class Keys>
+    static constexpr bool gains = full_precision<Keys> ||
+                                  (codec<Keys>.content == block_content::codes && codec<Keys>.width() == 8);
+    static constexpr bool values = (full_precision<typename Parts::pair_type::keys> && ...),
+                          in_clusters =
+                              First::value_dim == 512 && (gains<typename Parts::pair_type::keys> && ...);
     using type = joined<
         std::conditional_t<
             tiles,
-            joined<std::conditional_t<in_clusters, kernel_list<latent_cluster_launch<args>>, kernel_list<>>,
+            joined<std::conditional_t<in_clusters, kernel_list<latent_cluster_launch<!values, args>>,
+                                      kernel_list<>>,
                    joined<std::conditional_t<First::value_dim % 256 == 0,
                                              kernel_list<latent_wgmma_launch<latent_shape<64>, 32, args>>,
                                              kernel_list<>>,
@@ -97,9 +103,9 @@ struct latent_workspace {
         shares /= cluster;
         row_blocks = kvq::detail::ceil_div(rows, block_rows);
         const auto items = static_cast<std::size_t>(sequences) * static_cast<std::size_t>(row_blocks);
-        bounds = kvq::detail::round_up(items * sizeof(share_bounds), std::size_t{16});
+        bounds = kvq::detail::round_up(items * sizeof(share_bounds), std::size_t{32});
         bytes = bounds + (items + static_cast<std::size_t>(shares)) * static_cast<std::size_t>(block_rows) *
-                             static_cast<std::size_t>(value_dim + 2) * sizeof(float);
+                             static_cast<std::size_t>(value_dim + state_header) * sizeof(float);
     }
 };
 

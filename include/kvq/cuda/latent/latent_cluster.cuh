@@ -64,6 +64,7 @@ requires(Shape::cluster == 2) __device__ __forceinline__
     std::uint32_t q = operand_at(query);
     const std::uint32_t more_q = operand_at(more_query) + static_cast<std::uint32_t>(group * 4);
     int read = 0;  // tiles
+    if (Shape::turns && group == 1) arrive_at_barrier(3, 2 * threads);
 
     latent_piece piece;
     while (walk.next(piece)) {
@@ -210,8 +211,10 @@ requires(Shape::cluster == 2) __device__ __forceinline__
 #pragma unroll 1
             for (; read < last; ++read) {
                 float next[32];
+                if constexpr (Shape::turns) wait_at_barrier(3 + group, 2 * threads);
                 ask_scores(read + 1, next);
                 ask_output(read);
+                if constexpr (Shape::turns) arrive_at_barrier(4 - group, 2 * threads);
                 products_wait<1>();
                 send(read + 1, next);
                 products_wait<0>();
@@ -240,8 +243,8 @@ requires(Shape::cluster == 2) __device__ __forceinline__
             for (int j = 0; j < 2; ++j)
 #pragma unroll
                 for (int i = 0; i < 16; ++i)
-                    *reinterpret_cast<float2*>(state + 2 + rank * 256 + j * 128 + 8 * i + 2 * t) = {
-                        o[j][4 * i + 2 * r], o[j][4 * i + 2 * r + 1]};
+                    *reinterpret_cast<float2*>(state + state_header + rank * 256 + j * 128 + 8 * i +
+                                               2 * t) = {o[j][4 * i + 2 * r], o[j][4 * i + 2 * r + 1]};
         }
     }
 }

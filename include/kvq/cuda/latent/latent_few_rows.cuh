@@ -234,7 +234,7 @@ requires(!Shape::many) __device__ __forceinline__
             for (int j = 0; j < bands; ++j)
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
-                    state[2 + 64 * j + 16 * warp + 8 * r + g] = o[j][c / 2 * 4 + 2 * r + c % 2];
+                    state[state_header + 64 * j + 16 * warp + 8 * r + g] = o[j][c / 2 * 4 + 2 * r + c % 2];
         }
     }
 }

@@ -228,8 +228,8 @@ requires Shape::many __device__ __forceinline__ void consume_latents(const Args&
             for (int j = 0; j < halves; ++j)
 #pragma unroll
                 for (int i = 0; i < 16; ++i)
-                    *reinterpret_cast<float2*>(state + 2 + group * own_channels + j * 128 + 8 * i + 2 * t) = {
-                        o[j][4 * i + 2 * r], o[j][4 * i + 2 * r + 1]};
+                    *reinterpret_cast<float2*>(state + state_header + group * own_channels + j * 128 + 8 * i +
+                                               2 * t) = {o[j][4 * i + 2 * r], o[j][4 * i + 2 * r + 1]};
         }
     }
 }

@@ -36,7 +36,10 @@ struct latent_shape {
 };
 
 /// 128 rows: a cluster of two thread blocks, of which each has half of the channels (latent_cluster.cuh).
+/// Turns: a warpgroup multiplies while the other one weighs.
+template <bool Turns>
 struct latent_cluster_shape {
+    static constexpr bool turns = Turns;
     static constexpr int rows = 128, stages = 3, cluster = 2, groups = 2;
     static constexpr int producer_warps = 4, consumer_warps = 8, stage_warps = producer_warps;
     static constexpr int threads = 32 * (producer_warps + consumer_warps);

@@ -67,7 +67,7 @@ struct plain_latent_row {
         if (lane == 0)
             *reinterpret_cast<float2*>(state) = {top == -INFINITY && sum != 0.0f ? 0.0f : top, sum};
         for (int i = 0; i < values_per_lane; ++i)
-            if (const int c = i * 32 + lane; c < value_dim) state[2 + c] = output[i];
+            if (const int c = i * 32 + lane; c < value_dim) state[state_header + c] = output[i];
     }
 };
 

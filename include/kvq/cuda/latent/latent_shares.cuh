@@ -22,6 +22,9 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 inline constexpr int latent_tile = 64;
 /// A piece takes as long as so many tiles before its first and behind its last one.
 inline constexpr int piece_tiles = 4;
+/// A state has the maximum and the sum, then the output, on a multiple of 32 bytes: writes of a warp fill
+/// whole sectors.
+inline constexpr int state_header = 8;
 
 /// Bits 0 to n - 1.
 __device__ __forceinline__ std::uint64_t bits_below(int n) {
@@ -43,13 +46,13 @@ struct latent_args {
     int recent;
     int row_blocks;  // of a sequence
     int block_rows;
-    float* states;         // [pieces][block_rows][value_dim + 2]
+    float* states;         // [pieces][block_rows][state_header + value_dim]
     share_bounds* bounds;  // [items]
 
     __device__ __forceinline__ float* state(int piece, int row) const {
         return states + (static_cast<std::size_t>(piece) * static_cast<std::size_t>(block_rows) +
                          static_cast<std::size_t>(row)) *
-                            (First::value_dim + 2);
+                            (state_header + First::value_dim);
     }
     /// Paged length of sequence b.
     __device__ __forceinline__ int length(int b) const { return __ldg(a.work.tokens + b); }
@@ -251,7 +254,7 @@ __global__ void __launch_bounds__(merge_latents_threads)
         for (int i = 0; i < ceil_div(dim, 2 * merge_latents_threads); ++i) {
             const int channel = (i * merge_latents_threads + thread) * 2;
             if (channel >= dim) break;
-            const float2 v = *reinterpret_cast<const float2*>(state + 2 + channel);
+            const float2 v = *reinterpret_cast<const float2*>(state + state_header + channel);
             output[i][0] = fmaf(v.x, factor, output[i][0]);
             output[i][1] = fmaf(v.y, factor, output[i][1]);
         }
