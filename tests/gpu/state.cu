@@ -1,8 +1,11 @@
 // Layers with recurrent state in a cache on the device (kvq/cuda/host/cache_state.hpp) against a CPU cache
 // that does the same: random histories of steps, prompts, trims, forks, snapshots and offload, after which
 // both save the same bytes; bytes of memory; refusals.
+#include <filesystem>
 #include <kvq/cuda.cuh>
+#include <kvq/cuda/host/prefixes.hpp>
 #include <kvq/format/make_format.hpp>
+#include <kvq/policy/prefix_tiers.hpp>
 
 #include "counted_memory.cuh"
 #include "saved_sequence.cuh"
@@ -258,6 +261,53 @@ void history(unsigned seed, int steps, snapshot_type kept = snapshot_type::exact
     std::printf("  seed %u: %d steps, snapshots %s\n", seed, steps, name(kept));
 }
 
+/// A sequence that waits comes back with its state from every tier, and a prefix with that of a snapshot.
+void check_prefixes() {
+    test::rng r(31);
+    const std::vector<layer> list = {list_of()[0], list_of()[1], list_of()[2]};
+    both_caches c({.every = 16, .prompt_end = true}, 16, list, list);
+    pair p{c.gpu.new_sequence(), c.cpu.new_sequence()};
+    for (const int n : {room, 41}) {
+        ok(c.gpu.begin_prompt(p.id, n, c.stream), "begin");
+        c.run(r, {&p.host}, n, true);
+    }
+    std::vector<token_id> text(room + 41);
+    for (std::size_t i = 0; i < text.size(); ++i) text[i] = static_cast<token_id>(i);
+    for (const cuda::prefix_place place :
+         {cuda::prefix_place::device, cuda::prefix_place::host, cuda::prefix_place::file}) {
+        const bool files = place == cuda::prefix_place::file;
+        cuda::prefixes<prefix_tiers> store(
+            c.gpu, {.min_prefix_tokens = 1, .folder = std::filesystem::temp_directory_path().string()});
+        ok(store.park(text, p.id, c.stream), "park");
+        const std::size_t held = store.bytes();
+        CHECK(held == c.gpu.bytes_in_use(), "%zu bytes of an entry, %zu are in use", held,
+              c.gpu.bytes_in_use());
+        if (place != cuda::prefix_place::device) ok(store.release(held, c.stream), "release");
+        if (files) CHECK(store.below().release(1) > 0, "no entry went to a file");
+        cuda::found_prefix found;
+        ok(store.fetch(text, found, c.stream), "fetch");
+        CHECK(found.match == prefix_match::exact && found.place == place, "place %d, not %d",
+              static_cast<int>(found.place), static_cast<int>(place));
+        p.id = found.id;
+        // Below the device an entry's live state is a snapshot.
+        if (place != cuda::prefix_place::device) p.host.state().snapshot(p.host.tokens());
+        compare(c, p, 31, static_cast<int>(place));
+        ok(c.gpu.begin_step(std::span(&p.id, 1), 1, c.stream), "begin");
+        c.run(r, {&p.host}, 1, false);
+        compare(c, p, 31, static_cast<int>(place));
+        text.push_back(static_cast<token_id>(text.size()));
+        std::vector<token_id> part(text.begin(), text.end() - 6);
+        part.push_back(-1);
+        ok(store.fetch(part, found, c.stream), "fetch");
+        const int wanted = p.host.reach(static_cast<int>(text.size()) - 6);
+        pair q{found.id, p.host.fork()};
+        (void)q.host.trim(wanted);
+        CHECK(found.tokens == wanted && wanted > 0, "%d tokens, not %d", found.tokens, wanted);
+        if (found.tokens == wanted) compare(c, q, 31, 10 + static_cast<int>(place));
+        ok(c.gpu.free(found.id), "free");
+    }
+}
+
 /// Snapshots that the CPU quantizes are quantized on the way there.
 void check_quantized() {
     both_caches c({.every = 10}, 16, list_of(snapshot_type::int8_columns));
@@ -474,6 +524,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_refusals();
     check_memory_of_onload();
     check_quantized();
+    check_prefixes();
     check_hostile();
     const int steps = argc > 1 ? std::atoi(argv[1]) : test::emulated_or(200, 1500);
     for (unsigned seed = 1; seed <= 6; ++seed) history(seed, steps);

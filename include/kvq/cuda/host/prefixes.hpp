@@ -170,6 +170,8 @@ public:
     std::size_t entries() const noexcept { return entries_.size(); }
     /// Of the pages that entries on the device hold, each counted once.
     std::size_t bytes() const { return pages_of_entries().bytes; }
+    /// The tiers below: what another program needs of the host is released there.
+    Below& below() noexcept { return below_; }
     const Below& below() const noexcept { return below_; }
 
 private:
