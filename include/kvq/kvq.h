@@ -1011,7 +1011,7 @@ typedef struct kvq_token_batch {
     int32_t reserved;  // 0
 } kvq_token_batch;
 
-/// Ids 0 to ids - 1, all empty. Not for caches with layers of KVQ_CROSS and KVQ_STATE.
+/// Ids 0 to ids - 1, all empty, at most 2^20. Not for caches with layers of KVQ_CROSS and KVQ_STATE.
 KVQ_API kvq_status kvq_sequence_table_create(kvq_cache* cache, int32_t ids, kvq_sequence_table** out);
 KVQ_API kvq_status kvq_sequence_table_free(kvq_sequence_table* table);
 /// There are ids 0 to ids - 1 now; fewer than before: nothing changes.

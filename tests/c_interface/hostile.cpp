@@ -208,6 +208,75 @@ TEST_CASE("an executor that runs one task n times is refused, and the sequence i
         "ran task 4 of 4");
 }
 
+TEST_CASE("a table of sequences refuses hostile ids, positions and ranges, and stays as it was") {
+    auto o = usual_options();
+    kvq_rotary rotary{dim, 0, KVQ_HALF_SPLIT, 0, 10000.0, nullptr, nullptr, nullptr};
+    o.rotary = &rotary;
+    o.rotary_count = 1;
+    one_sequence f(40, o);
+    kvq_sequence_table* t = nullptr;
+    for (const std::int32_t ids : {int_min, -1, 0, (1 << 20) + 1, int_max})
+        refused(kvq_sequence_table_create(f.cache, ids, &t), KVQ_ERROR_ARGUMENT, "a table of sequences");
+    REQUIRE(kvq_sequence_table_create(f.cache, 2, &t) == KVQ_OK);
+    for (const std::int32_t ids : {(1 << 20) + 1, int_max})
+        refused(kvq_sequence_table_grow(t, ids), KVQ_ERROR_ARGUMENT, "at most 1048576 ids");
+    REQUIRE(kvq_sequence_table_grow(t, int_min) == KVQ_OK);
+
+    kvq_workspace* w = nullptr;
+    REQUIRE(kvq_workspace_create(nullptr, 0, &w) == KVQ_OK);
+    auto options = init<kvq_attend_options>();
+    options.workspace = w;
+    std::int32_t positions[40], count[40], ids[40];
+    const std::int32_t* of[40];
+    for (int i = 0; i < 40; ++i) positions[i] = int_max - 100 + i, count[i] = 1, ids[i] = 0, of[i] = &ids[i];
+    auto batch = init<kvq_token_batch>();
+    batch.tokens = 40;
+    batch.positions = positions;
+    batch.id_counts = count;
+    batch.ids = of;
+    const auto begin = [&] { return kvq_sequence_table_begin(t, &batch, q_heads, &options); };
+    const auto bad = [&](std::int32_t& number, std::int32_t value, const char* part) {
+        const std::int32_t good = number;
+        number = value;
+        refused(begin(), KVQ_ERROR_ARGUMENT, part);
+        number = good;
+    };
+    for (const std::int32_t id : {int_min, -1, 2, int_max}) bad(ids[7], id, "is of sequence");
+    for (const std::int32_t n : {int_min, 0}) bad(count[7], n, "ids");
+    for (const std::int32_t p : {int_min, -1, int_max - 100}) bad(positions[7], p, "is not behind position");
+    bad(batch.tokens, int_min, "");
+    for (const std::int32_t heads : {int_min, 0, 3})
+        CHECK(kvq_sequence_table_begin(t, &batch, heads, &options) == KVQ_ERROR_ARGUMENT);
+    rows q(40, q_heads, f.random), out(40, q_heads, f.random);
+    REQUIRE(begin() == KVQ_OK);
+    for (int layer = 0; layer < layers; ++layer)
+        REQUIRE(kvq_sequence_table_prefill(t, layer, &f.k.t, &f.v.t, &q.t, &out.t, &options) == KVQ_OK);
+    for (const std::int32_t layer : {int_min, -1, layers, int_max})
+        refused(kvq_sequence_table_prefill(t, layer, &f.k.t, &f.v.t, &q.t, &out.t, &options),
+                KVQ_ERROR_ARGUMENT, "layer");
+    REQUIRE(kvq_sequence_table_end(t) == KVQ_OK);
+
+    for (const std::int32_t id : {2, int_max - 1, int_max}) {
+        refused(kvq_sequence_table_remove(t, id, int_min, int_max), KVQ_ERROR_ARGUMENT, "is not among");
+        refused(kvq_sequence_table_copy(t, 0, id, 0, -1), KVQ_ERROR_ARGUMENT, "is not among");
+        refused(kvq_sequence_table_copy(t, id, 0, 0, -1), KVQ_ERROR_ARGUMENT, "is not among");
+        refused(kvq_sequence_table_keep(t, id), KVQ_ERROR_ARGUMENT, "is not among");
+        refused(kvq_sequence_table_shift(t, id, 0, -1, 1), KVQ_ERROR_ARGUMENT, "is not among");
+    }
+    for (const std::int32_t by : {100, int_max})
+        refused(kvq_sequence_table_shift(t, 0, 0, -1, by), KVQ_ERROR_ARGUMENT, "cannot grow by");
+    refused(kvq_sequence_table_shift(t, 0, int_max - 80, int_max, -70), KVQ_ERROR_ARGUMENT,
+            "would lie before");
+    REQUIRE(kvq_sequence_table_remove(t, -1, int_max, int_min + 5) == KVQ_OK);  // nothing is there
+    std::int32_t held[40], n = 0;
+    REQUIRE(kvq_sequence_table_positions(t, 0, held, 40, &n) == KVQ_OK);
+    CHECK(n == 40);
+    CHECK(std::equal(held, held + 40, positions));
+    refused(kvq_sequence_table_positions(t, 0, held, -1, &n), KVQ_ERROR_ARGUMENT, "");
+    CHECK(kvq_sequence_table_free(t) == KVQ_OK);
+    CHECK(kvq_workspace_free(w) == KVQ_OK);
+}
+
 TEST_CASE("NaN is refused where it is given once, and counted where it is a value") {
     one_sequence f(40);
     rows q(1, q_heads, f.random), out(1, q_heads, f.random);

@@ -12,9 +12,9 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
-KVQ_FUNC sequence_table::sequence_table(cache& of, int ids)
-    : cache_(&of), held_(static_cast<std::size_t>(detail::larger(ids, 0))) {
+KVQ_FUNC sequence_table::sequence_table(cache& of, int ids) : cache_(&of) {
     detail::expect(ids >= 1, "a table of sequences needs at least 1 id, got ", ids);
+    grow(ids);
     for (int i = 0; i < of.layer_count(); ++i)
         if (of.geometry(i).window.cross)
             detail::fail(detail::describe_layer(i, of.layers()[static_cast<std::size_t>(i)]),
@@ -24,6 +24,7 @@ KVQ_FUNC sequence_table::sequence_table(cache& of, int ids)
 KVQ_FUNC sequence_table::~sequence_table() = default;
 
 KVQ_FUNC void sequence_table::grow(int n) {
+    detail::expect(n <= most_ids, "a table of sequences has at most ", most_ids, " ids, not ", n);
     if (n > ids()) held_.resize(static_cast<std::size_t>(n));
 }
 
@@ -268,6 +269,7 @@ KVQ_FUNC void sequence_table::check_trim(int id, int n) const {
 
 KVQ_FUNC void sequence_table::remove(int id, std::int32_t first, std::int32_t last) {
     settle();
+    if (id >= 0) (void)at(id);
     const int begin = id < 0 ? 0 : id, behind = id < 0 ? ids() : id + 1;
     for (int i = begin; i < behind; ++i)
         if (const entry* const e = at(i).get()) {
@@ -380,6 +382,7 @@ void sequence_table::for_each_entry(F&& f) const {
 }
 
 KVQ_FUNC int sequence_table::tokens_in(int id, std::int32_t first, std::int32_t last) const {
+    if (id >= 0) (void)at(id);
     int n = 0;
     for (int i = id < 0 ? 0 : id; i < (id < 0 ? ids() : id + 1); ++i)
         if (const entry* const e = at(i).get()) {

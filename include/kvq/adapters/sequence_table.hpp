@@ -39,6 +39,7 @@ struct token_batch {
 
 class sequence_table {
 public:
+    static constexpr int most_ids = 1 << 20;  ///< a step takes time and memory for every id
     /// A table for ids 0 to ids - 1. The cache outlives it.
     sequence_table(cache& of, int ids);
     sequence_table(const sequence_table&) = delete;
@@ -47,7 +48,7 @@ public:
 
     cache& storage() const noexcept { return *cache_; }
     int ids() const noexcept { return static_cast<int>(held_.size()); }
-    /// There are ids 0 to n - 1 now; n < ids(): nothing changes.
+    /// There are ids 0 to n - 1 now, at most most_ids; n < ids(): nothing changes.
     void grow(int n);
     /// Keys can move: copies of parts, removal from the middle and shifts are possible.
     bool can_shift() const noexcept { return cache_->rotations().known() && !cache_->state_layout(); }
