@@ -89,7 +89,7 @@ pub(crate) fn positions(q: &sys::kvq_tensor, weights: &[f32], best: usize) -> Re
     let mut out = Vec::new();
     let enough = n
         .checked_mul(best)
-        .is_some_and(|all| out.try_reserve_exact(all).is_ok());
+        .map_or(false, |all| out.try_reserve_exact(all).is_ok());
     if !enough {
         return Err(Error::memory(format!(
             "there is no memory for {} positions of {} queries",
