@@ -160,6 +160,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
             for (int i = 0; i < tile_tokens / 4; ++i) p[i] = two(i);
         }
     };
+    // Was a maximum raised in any row of the warp?
     const auto weigh = [&](tile_note note, tile_scores& s) {
         if constexpr (split) {
             note.position += group * own_tokens;
@@ -175,8 +176,9 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
 #pragma unroll
             for (int r = 0; r < 2; ++r) weigh_row(s, rows, factor, scale, r, fmaxf(top[r], other[r]));
             pack(s);
+            return __any_sync(0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f);
         } else {
-            softmax_step(s, rows, factor, scale);
+            return softmax_step(s, rows, factor, scale);
         }
     };
     // Of the newest scores, behind which `Behind` groups of products were asked for.
@@ -209,18 +211,15 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         ask_scores(tile, now, s);
         ask_output(tile - 1, before);
         if constexpr (!split) wait_for_scores(now, s, std::integral_constant<int, 1>{});
-        weigh(note, s);
+        const bool raised = weigh(note, s);
         products_there(s);
-        // Most tiles raise no maximum, so outputs need no factor. The condition names the sums too (which are
-        // never below zero), so that the softmax is over before the wait. The wait itself has no condition:
-        // all warps of a warpgroup must take the same one.
-        const bool raised = __any_sync(
-            0xffffffffu, factor[0] != 1.0f || factor[1] != 1.0f || !(rows.sum[0] + rows.sum[1] >= 0.0f));
+        // The wait is behind the sums (which are never below zero), so that the softmax is over before it. It
+        // has no condition itself: all warps of a warpgroup must take the same one.
         if constexpr (!split) {
-            products_wait_behind<0>(raised);
+            products_wait_behind<0>(!(rows.sum[0] + rows.sum[1] >= 0.0f));
             products_there(o);
         }
-        if (raised)
+        if (raised)  // in few tiles
 #pragma unroll
             for (int i = 0; i < own_channels / 2; ++i) o[i] *= factor[i / 2 % 2];
         if constexpr (!split) {

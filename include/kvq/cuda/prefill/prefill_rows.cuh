@@ -201,11 +201,12 @@ __device__ __forceinline__ void weigh_row(float (&s)[N], row_pair& rows, float (
 /// So far, in powers of two, a score may lie above the maximum that weights are relative to.
 inline constexpr float most_above = 8.0f;
 
-/// Both rows. A maximum stays as it is until a score of its row lies `most_above` above it: weights are then
-/// 256 at most, and few tiles multiply earlier outputs. Lanes compare their maxima only where one of the
-/// warp's rows has such a score, because shuffles wait behind stores to shared memory.
+/// Both rows; was a maximum raised in any row of the warp? A maximum stays as it is until a score of its row
+/// lies `most_above` above it: weights are then 256 at most, and few tiles multiply earlier outputs. Lanes
+/// compare their maxima, and factors are found, only where one of the warp's rows has such a score: shuffles
+/// wait behind stores to shared memory.
 template <int N>
-__device__ __forceinline__ void softmax_step(float (&s)[N], row_pair& rows, float (&factor)[2], float scale) {
+__device__ __forceinline__ bool softmax_step(float (&s)[N], row_pair& rows, float (&factor)[2], float scale) {
     const float above = fminf(most_above / scale, 3e38f);
     float top[2];
     bool raised = false;
@@ -214,12 +215,33 @@ __device__ __forceinline__ void softmax_step(float (&s)[N], row_pair& rows, floa
         top[r] = greatest(s, r, rows.max[r]);
         raised = raised || top[r] > rows.max[r] + above;
     }
-    const bool any = __any_sync(0xffffffffu, raised);
+    raised = __any_sync(0xffffffffu, raised);
+    if (raised)
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        if (any) top[r] = greatest_of_lanes(top[r]);
-        weigh_row(s, rows, factor, scale, r, any && top[r] > rows.max[r] + above ? top[r] : rows.max[r]);
-    }
+        for (int r = 0; r < 2; ++r) {
+            const float before = rows.max[r];
+            top[r] = greatest_of_lanes(top[r]);
+            if (top[r] > before + above) rows.max[r] = top[r];
+            factor[r] = rows.max[r] == -INFINITY ? 1.0f : exp2_fast((before - rows.max[r]) * scale);
+            rows.sum[r] *= factor[r];
+        }
+    // Both rows in turns, and two sums of each: exponentials take 8 cycles each, and sums wait for them.
+    float less[2], sum[2][2] = {};
+#pragma unroll
+    for (int r = 0; r < 2; ++r) less[r] = rows.max[r] == -INFINITY ? 0.0f : rows.max[r] * scale;
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                float& x = s[i + 2 * r + k];
+                x = exp2_fast(fmaf(x, scale, -less[r]));
+                sum[r][k] += x;
+            }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) rows.sum[r] += sum[r][0] + sum[r][1];
+    return raised;
 }
 
 /// Writes `Channels` channels of a finished row from `first` on: 8 i + 2 t and the one behind it of this
