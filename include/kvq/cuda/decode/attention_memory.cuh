@@ -32,8 +32,10 @@ constexpr int warp_tile_tokens() {
     constexpr int least = smaller(32, page);  // a tile of keys
     constexpr int widest =
         static_cast<int>(larger(Pair::key_block_bytes, Pair::value_block_bytes)) / page / Bands;
-    // Keys of mixed widths need shared memory for the query.
-    constexpr int most = codec<typename Pair::keys>.several_widths() ? 8192 : 9216;
+    // Keys of mixed widths need shared memory for the query. Rows take more instructions than codes, which
+    // begin when a unit has come.
+    constexpr bool rows = token_row_scheme<typename Pair::keys> || token_row_scheme<typename Pair::values>;
+    constexpr int most = codec<typename Pair::keys>.several_widths() ? 8192 : rows ? 5120 : 9216;
     while (tokens > least && tokens * widest > most) tokens /= 2;
     if (joins_pages<Pair> && 2 * page * widest <= most) return 2 * page;
     using values = warp_tile<tensor::value, Pair, page>;
@@ -46,8 +48,7 @@ constexpr int warp_tile_tokens() {
     if (!values::full && !values::token_parameters)
         while (tokens > least && tokens > values::group) tokens /= 2;
     // What their numbers become takes registers.
-    if (Rows4 > 1 && (token_row_scheme<typename Pair::keys> || token_row_scheme<typename Pair::values>))
-        tokens = least;
+    if (Rows4 > 1 && rows) tokens = least;
     while (tokens > least && page % tokens != 0) tokens /= 2;
     return tokens;
 }
