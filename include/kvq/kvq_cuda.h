@@ -118,6 +118,10 @@ typedef struct kvq_cuda_cache_options {
     /// has read last. All quantized pages of layers that see all tokens lie in pinned host memory then, in a
     /// pool of pool_tokens; needs `fixed` and listed_tokens. 0: in device memory.
     int32_t resident_tokens;
+    /// As in kvq_cache_options, for keys that `statistics` are not given for: KVQ_OWN_STATISTICS, ...;
+    /// KVQ_NONE. Sequences whose keys get a plan are 16 bit up to statistics_tokens; 0: 512; at least 64
+    int32_t key_statistics;
+    int32_t statistics_tokens;
 } kvq_cuda_cache_options;
 
 /// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, or for formats that were not

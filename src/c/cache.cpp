@@ -79,12 +79,7 @@ cache_options cache_state::read(const kvq_cache_options& o) {
     }
     c.rotary = rotary_list(o);
     c.snapshots = snapshots_of(o);
-    expect(o.key_statistics >= KVQ_NONE && o.key_statistics <= KVQ_SHARED_STATISTICS, KVQ_ERROR_ARGUMENT,
-           "options.key_statistics is ", o.key_statistics,
-           ", none of KVQ_OWN_STATISTICS, KVQ_SHARED_STATISTICS and KVQ_NONE");
-    c.statistics = o.key_statistics == KVQ_NONE                ? key_statistics::off
-                   : o.key_statistics == KVQ_SHARED_STATISTICS ? key_statistics::shared
-                                                               : key_statistics::own;
+    c.statistics = statistics_of(o.key_statistics);
     if (o.statistics_tokens != 0) c.statistics_tokens = o.statistics_tokens;
     c.memory = &memory;
     return c;

@@ -128,6 +128,14 @@ snapshot_policy snapshots_of(const Options& o) {
     if (o.snapshot_bytes != 0) p.most_bytes = o.snapshot_bytes;
     return p;
 }
+inline key_statistics statistics_of(std::int32_t given) {
+    expect(given >= KVQ_NONE && given <= KVQ_SHARED_STATISTICS, KVQ_ERROR_ARGUMENT,
+           "options.key_statistics is ", given,
+           ", none of KVQ_OWN_STATISTICS, KVQ_SHARED_STATISTICS and KVQ_NONE");
+    return given == KVQ_NONE                ? key_statistics::off
+           : given == KVQ_SHARED_STATISTICS ? key_statistics::shared
+                                            : key_statistics::own;
+}
 rotary_embedding rotary_of(const kvq_rotary& given);
 template <class Options>
 std::vector<rotary_embedding> rotary_list(const Options& o) {

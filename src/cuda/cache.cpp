@@ -131,6 +131,9 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     c.draft_tokens = o.draft_tokens;
     c.listed_tokens = o.listed_tokens;
     c.resident_tokens = o.resident_tokens;
+    c.statistics = statistics_of(o.key_statistics);
+    if (o.statistics != nullptr) c.statistics = key_statistics::off;  // all keys that take some have them
+    if (o.statistics_tokens != 0) c.statistics_tokens = o.statistics_tokens;
     if (o.query_heads != 0) c.query_heads = o.query_heads;
     c.pool_tokens = o.pool_tokens;
     c.pool_sequences = o.pool_sequences;

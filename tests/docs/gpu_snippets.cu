@@ -127,6 +127,17 @@ void list_of_layers(kvq::cuda::cache& model, const kvq::cuda::cache_options& opt
     if (!s) std::puts(s.message);
 }
 
+kvq::cuda::status plans_of_keys(const kvq::cache_shape& shape,
+                                std::span<const kvq::cuda::device_format> compiled, cudaStream_t stream) {
+    using namespace kvq;
+    cuda::status s;
+    cuda::cache cache;
+    s = cache.open(shape, {.formats = {"mix4"}}, compiled, stream);
+    s = cache.open(shape, {.formats = {"mix4"}, .statistics = kvq::key_statistics::shared}, compiled, stream);
+    s = cache.open(shape, {.formats = {"mix4"}, .statistics = kvq::key_statistics::off}, compiled, stream);
+    return s;
+}
+
 void selected_pages(kvq::cuda::cache& cache, const kvq::cache_shape& shape,
                     std::span<const kvq::cuda::device_format> compiled, int layer, int next_layer,
                     const kvq::token_view<const kvq::float16>& k,

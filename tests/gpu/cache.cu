@@ -146,6 +146,8 @@ struct both_options {
     bool growing = true;
     std::vector<kvq::layer> list = {};  // empty: equal layers
     bool rotates = true;                // keys may move
+    key_statistics statistics = key_statistics::off;
+    int statistics_tokens = 512;
 };
 
 /// How keys are rotated: layers differ in where the pairs are, and in how many channels turn.
@@ -177,14 +179,16 @@ struct both_caches {
     explicit both_caches(const both_options& options, const cuda::device_format& format = compiled())
         : o(options),
           cpu(o.list.empty() ? std::vector<kvq::layer>(layers, full_attention({heads, dim})) : o.list,
-              {.keys = host_formats().keys,
+              {.keys = keys_of(o),
                .values = host_formats().values,
                .sinks = o.sinks,
                .recent = o.recent,
                .page_tokens = page,
                .rollback = o.rollback,
                .rotary = rotations(o),
-               .repack = 0.0f}),  // as the device
+               .repack = 0.0f,  // as the device
+               .statistics = o.statistics,
+               .statistics_tokens = o.statistics_tokens}),
           k(most_layers * room * heads * dim),
           v(k.size()),
           q(room * q_heads * dim),
@@ -208,6 +212,8 @@ struct both_caches {
         g.resident_tokens = o.resident_tokens;
         g.query_heads = q_heads;
         g.rotary = rotations(o);
+        g.statistics = o.statistics;
+        g.statistics_tokens = o.statistics_tokens;
         g.memory = test::counted_memory::allocator();
         cuda::status s = o.list.empty() ? gpu.open(cpu.shape(), g, std::span(&format, 1), stream)
                                         : gpu.open(o.list, g, std::span(&format, 1), stream);
@@ -222,6 +228,12 @@ struct both_caches {
         CUDA_OK(cudaStreamDestroy(stream));
     }
 
+    static format_list keys_of([[maybe_unused]] const both_options& o) {
+#if PART == 1
+        if (o.statistics != key_statistics::off) return make_format<low2::keys, scalar>();
+#endif
+        return host_formats().keys;
+    }
     int count() const { return cpu.layer_count(); }
     int heads_of(int layer) const { return cpu.shape(layer).kv_heads; }
     bool is_cross(int layer) const {
@@ -2645,34 +2657,154 @@ void check_self_calibration() {
     }
 }
 
-/// A plan of the own first tokens on the CPU: a device takes neither pages that wait for it nor those that have it.
-void check_own_plan() {
-    const cache_shape shape{.layers = 1, .kv_heads = heads, .head_dim = dim};
-    kvq::cache cpu(shape, {.keys = make_format<low2::keys, scalar>(),
-                           .values = make_format<low2::values, scalar>(),
-                           .sinks = 4,
-                           .recent = 40,
-                           .page_tokens = page,
-                           .statistics = key_statistics::own,
-                           .statistics_tokens = 300});
-    cuda::cache gpu;
-    cuda::cache_options o;
-    o.formats = {"low2"};
-    o.page_tokens = page;
-    o.sinks = 4;
-    o.recent = 40;
-    CHECK(gpu.open(shape, o, std::span(&compiled(), 1), nullptr), "open");
-    kvq::sequence s = cpu.new_sequence();
-    test::rng r(5);
-    std::vector<float16> x(200 * heads * dim);
-    for (std::size_t i = 0; i < x.size(); ++i) x[i] = float16(test::normal(r) * (i % 5 == 0 ? 9.0f : 1.0f));
-    const token_view<const float16> rows(x.data(), 200, heads, dim);
-    cuda::sequence_id made;
-    for (const char* const why : {"200 tokens wait in 16 bit", "have a plan of their sequence"}) {
-        s.append(0, rows, rows);
-        const cuda::status refused = cuda::onload(s, gpu, made, nullptr);
-        CHECK(!refused && std::strstr(refused.message, why) != nullptr, "%s", refused.message);
+/// Plans of the sequences' own first tokens: whatever the history, the pages are those of the CPU.
+void check_own_plans(unsigned seed, const both_options& o, int steps) {
+    both_caches c(o);
+    test::rng r(seed);
+    std::vector<pair> pairs;
+    std::vector<float16> keys, values;
+    int step = 0, planned = 0;
+    double worst = 0.0;
+    const auto any = [&](int low, int high) { return test::uniform(r, low, high); };
+    const auto ok = [&](const cuda::status& s) {
+        CHECK(s, "own plans, seed %u, step %d: %s", seed, step, s.message);
+    };
+    const auto one = [&]() -> pair& {
+        return pairs[static_cast<std::size_t>(any(0, static_cast<int>(pairs.size()) - 1))];
+    };
+    const auto fits = [&](const pair& p, int n) { return p.host.tokens() + n <= o.max_tokens; };
+    // Which channels are large depends on the sequence. (The CPU has even widths in pages that a plan does not fit.)
+    std::vector<std::size_t> kinds;  // by sequence
+    const auto write = [&](int n, std::size_t first, std::size_t sequences) {
+        c.write(r, keys, values, n * static_cast<int>(sequences));
+        for (std::size_t i = 0; i < keys.size(); ++i) {
+            const std::size_t row = i / (heads * dim) % c.room / static_cast<std::size_t>(n);
+            if (row < sequences && i % dim % 7 == kinds[first + row])
+                keys[i] = float16(4.0f * static_cast<float>(keys[i]));
+        }
+        c.k.upload(keys);
+    };
+    const auto compare_plans = [&](const pair& p) {
+        kvq::sequence moved = c.cpu.new_sequence();
+        ok(cuda::offload(c.gpu, p.id, moved, c.stream));
+        for (int layer = 0; layer < layers; ++layer) {
+            const auto &a = kvq::detail::sequence_access::tables(moved)[static_cast<std::size_t>(layer)],
+                       &b = kvq::detail::sequence_access::tables(p.host)[static_cast<std::size_t>(layer)];
+            const auto same_plan = [](const format& x, const format& y) {
+                return static_cast<bool>(x) == static_cast<bool>(y) &&
+                       (!x || x.record().fingerprint == y.record().fingerprint);
+            };
+            bool same = same_plan(a.plan, b.plan);
+            for (int i = 0; i < a.size() && a.size() == b.size(); ++i) {
+                const format &x = a[i].pages[0]->plan, &y = b[i].pages[0]->plan;
+                same = same && same_plan(x, y);
+                planned += static_cast<bool>(x);
+            }
+            CHECK(same, "own plans, seed %u, step %d, layer %d: another plan than the CPU's", seed, step,
+                  layer);
+        }
+        CHECK(test::saved(moved) == test::saved(p.host), "own plans, seed %u, step %d: other bytes", seed,
+              step);
+        compare(c, p, "own plans", step);
+    };
+    for (; step < steps; ++step) {
+        if (pairs.empty() || (pairs.size() < 4 && any(0, 9) == 0)) {
+            pairs.push_back({c.gpu.new_sequence(), c.cpu.new_sequence()});
+            kinds.push_back(static_cast<std::size_t>(any(0, 6)));
+        }
+        pair& p = one();
+        const auto number = static_cast<std::size_t>(&p - pairs.data());
+        const int what = any(0, 11);
+        if (what < 3) {
+            const int n = any(1, o.statistics_tokens + 60);
+            if (!fits(p, n)) continue;
+            write(n, number, 1);
+            ok(c.gpu.begin_prompt(p.id, n, c.stream));
+            prefill(r, c, p, n, keys, values, 0, false, "own plans", step);
+        } else if (what < 7) {  // steps of all sequences
+            const int n = any(1, o.step_tokens), rows = static_cast<int>(pairs.size());
+            std::vector<cuda::sequence_id> batch;
+            for (const pair& x : pairs) batch.push_back(x.id);
+            if (!std::ranges::all_of(pairs, [&](const pair& x) { return fits(x, 40 * n); })) continue;
+            for (int times = any(1, 40); times > 0; --times) {
+                write(n, 0, pairs.size());
+                ok(c.gpu.begin_step(batch, n, c.stream));
+                for (int layer = 0; layer < layers; ++layer)
+                    ok(c.gpu.append(layer, c.rows(c.k, layer, n * rows), c.rows(c.v, layer, n * rows),
+                                    c.stream));
+                for (int b = 0; b < rows; ++b)
+                    c.appended(pairs[static_cast<std::size_t>(b)].host, keys, values, b * n, n);
+                CUDA_OK(cudaStreamSynchronize(c.stream));
+            }
+            const std::vector<float16> x = random_queries(r, c);
+            ok(c.gpu.begin_step(batch, 0, c.stream));  // what the last step left is quantized now
+            ok(c.gpu.attend(1, token_view<const float16>(c.q.get(), rows, q_heads, dim),
+                            token_view<float16>(c.out.get(), rows, q_heads, dim), {}, c.stream));
+            CUDA_OK(cudaStreamSynchronize(c.stream));
+            const auto y = c.out.download();
+            for (std::size_t row = 0; row < pairs.size() * q_heads; ++row)
+                worst = std::max(worst,
+                                 error_of(pairs[row / q_heads].host, 1, static_cast<int>(row % q_heads),
+                                          pairs[row / q_heads].host.tokens(), &x[row * dim], &y[row * dim]));
+        } else if (what == 7 && fits(p, 24)) {
+            const int n = o.draft_tokens;
+            drafts d(r, c, {&p}, n);
+            ok(d.begin(r, n, keys, values));
+            for (int layer = 0; layer < layers; ++layer)
+                ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+            d.host_append(n, keys, values);
+            ok(d.keep(r));
+        } else if (what == 8) {
+            const int n = any(0, p.host.tokens());
+            ok(c.gpu.trim(p.id, n));
+            p.host.trim(n);
+        } else if (what == 9 && pairs.size() < 4) {
+            cuda::sequence_id copy;
+            ok(c.gpu.fork(p.id, copy, c.stream));
+            pair forked{copy, p.host.fork()};
+            kinds.push_back(kinds[number]);
+            pairs.push_back(std::move(forked));
+            compare_plans(pairs.back());
+            continue;
+        } else if (what == 10) {  // to the CPU, into a file, and back
+            kvq::sequence moved = c.cpu.new_sequence();
+            ok(cuda::offload(c.gpu, p.id, moved, c.stream));
+            std::vector<std::byte> file;
+            ok(cuda::save(
+                c.gpu, p.id,
+                [&](const void* data, std::size_t n) {
+                    const auto* from = static_cast<const std::byte*>(data);
+                    file.insert(file.end(), from, from + n);
+                },
+                {}, c.stream));
+            ok(c.gpu.free(p.id));
+            std::size_t at = 0;
+            if (any(0, 1) == 0)
+                ok(cuda::onload(moved, c.gpu, p.id, c.stream));
+            else
+                ok(cuda::restore(
+                    c.gpu,
+                    [&](void* data, std::size_t n) {
+                        n = std::min(n, file.size() - at);
+                        std::memcpy(data, &file[at], n);
+                        at += n;
+                        return n;
+                    },
+                    {}, p.id, c.stream));
+            // A file forgets the plan that no page has.
+            p.host = std::move(moved);
+        } else if (what == 11 && pairs.size() > 1) {
+            ok(c.gpu.free(p.id));
+            pairs.erase(pairs.begin() + static_cast<std::ptrdiff_t>(number));
+            kinds.erase(kinds.begin() + static_cast<std::ptrdiff_t>(number));
+            continue;
+        }
+        compare_plans(p);
     }
+    CHECK(worst <= 2e-3, "own plans: error %.3g", worst);
+    CHECK(planned > 0 && c.gpu.usage().bytes == test::counted_memory::bytes, "own plans, seed %u: usage",
+          seed);
+    std::printf("  %-28s %d pages with a plan, error %.2e\n", "own plans", planned, worst);
 }
 
 /// New sequences could not be committed to the keys: nothing gets a plan. The refused pair is not compiled.
@@ -2868,7 +3000,15 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_statistics();
     check_self_calibration();
     check_other_target();
-    check_own_plan();
+    check_own_plans(1, {.statistics = key_statistics::own, .statistics_tokens = 150}, 100);
+    check_own_plans(2,
+                    {.sinks = 20,
+                     .recent = 3,
+                     .rollback = 0,
+                     .draft_tokens = 3,
+                     .statistics = key_statistics::own,
+                     .statistics_tokens = 64},
+                    60);
     check_alibi();
     check_selected_pages(false);
     check_selected_pages(true);

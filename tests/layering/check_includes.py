@@ -17,7 +17,7 @@ FORMAT = BASE | {"core", "format/format", "format/format_names", "format/bounds"
 KERNELS = CODES | FORMAT
 DEVICE = CODES | {"cuda/arch", "cuda/layout"}
 # The quantizers' limits and the layout of 16-bit pages; no scheme is a template argument here.
-CACHE = CODES | FORMAT | {"format/format_table", "page", "state", "attention", "cache/layers", "cache/requantize_request", "cache"}
+CACHE = CODES | FORMAT | {"format/format_table", "page", "state", "attention", "cache/key_statistics", "cache/layers", "cache/requantize_request", "cache"}
 CUDA = DEVICE | {"cuda/decode", "cuda/prefill", "cuda/latent", "cuda/select", "cuda/store", "cuda/quantize", "cuda/host"}
 # Ranks over NCCL, above the cache on the device.
 NCCL = CACHE | CUDA | {"adapters/distributed/nccl"}
@@ -70,7 +70,7 @@ ALLOWED = {
     "cuda/select": DEVICE | {"cuda/decode", "cuda/store"},
     "cuda/store": DEVICE | {"state"},
     "cuda/quantize": DEVICE,
-    "cuda/host": CUDA | {"page", "state", "format/format_names", "cache/layers", "cache/requantize_request"},
+    "cuda/host": CUDA | {"page", "state", "format/format_names", "cache/key_statistics", "cache/layers", "cache/requantize_request"},
     "cuda/host/offload": CACHE | CUDA,
     "cuda/host/host_pages": CACHE | CUDA | {"cpu/scalar", "cuda/host/offload", "format/make_format"},
     "cuda/host/prefixes": CACHE | CUDA | {"cuda/host/host_pages", "policy"},
@@ -84,6 +84,7 @@ ALLOWED = {
     "format/find_format": CACHE,
     "attention": BASE | {"core", "format/format", "format/format_table", "page"},
     "cache/requantize_request": BASE,
+    "cache/key_statistics": BASE,
     "cache/layers": BASE | {"core", "page", "state", "attention"},
     "cache": CACHE,
     "policy": CACHE,

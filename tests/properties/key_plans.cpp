@@ -320,6 +320,44 @@ TEST_CASE("key plans: sequences under plans of their own, through random histori
     }
 }
 
+/// One of its calls has no memory.
+struct failing_executor {
+    int left = 0;
+    int concurrency() const { return 2; }
+    template <class F>
+    void parallel_for(int n, F&& f) {
+        if (left-- == 0) throw std::bad_alloc();
+        for (int i = 0; i < n; ++i) f(i);
+    }
+};
+
+TEST_CASE("key plans: a step that fails leaves no shared plan") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const kvq::cache_shape shape{1, 2, 32, 16};
+    const kvq::cache_options options = options_with(random, key_statistics::shared, 100);
+    const test::stream failing = text_of(random, shape, 180, 0), text = text_of(random, shape, 180, 1);
+    kvq::cache other(shape, options);
+    const kvq::sequence expected = appended(other, text, 180);
+    test::tensor<float> q = test::random_tensor(random, 180, 4, 32), out(180, 4, 16);
+    int calls = 0;
+    for (bool failed = true; failed; ++calls) {
+        kvq::cache cache(shape, options);
+        kvq::sequence tried = cache.new_sequence();
+        kvq::workspace space;
+        failed = false;
+        try {
+            tried.prefill(0, failing.k.slice(0, 180), failing.v.slice(0, 180), q.slice(0, 180), out.view(),
+                          kvq::causal{}, failing_executor{calls}, space);
+        } catch (const std::bad_alloc&) {
+            failed = true;
+        }
+        if (failed) check_equal(appended(cache, text, 180), expected, 1);
+    }
+    CHECK(calls >= 3);  // writing, attention, quantizing
+}
+
 TEST_CASE("key plans: pages of another kind of text have even widths") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

@@ -93,6 +93,16 @@ KVQ_FUNC int cache::plan_tokens(int layer) const noexcept {
     return tokens < calibration::group ? 0 : tokens;
 }
 
+KVQ_FUNC void cache::drop_plan(int layer, int index, format plan) noexcept {
+    if (options_.statistics != key_statistics::shared) return;
+    const std::lock_guard dropping(shared_plans_mutex_);
+    const auto held = shared_plans_.find({layer, index});
+    // The list's reference and this one.
+    if (held != shared_plans_.end() && plan && &held->second.record() == &plan.record() &&
+        plan.record().references.load(std::memory_order_relaxed) == 2)
+        held->second = {};
+}
+
 KVQ_FUNC bool cache::trims_to_every_token() const noexcept {
     bool every = !state_;
     for (int i = 0; i < layer_count(); ++i) every = every && !geometry(i).window;

@@ -77,11 +77,14 @@ KVQ_FUNC chunk::chunk(chunk&& other) noexcept
 
 KVQ_FUNC chunk::~chunk() {
     if (table_ == nullptr) return;
+    for (const page_ref& p : quantized_)
+        if (p) p->plan = {};
     return_staged();
     table_->spans.erase(table_->spans.begin() + spans_before_, table_->spans.end());
     if (last_before_.pages[0]) table_->spans.back() = std::move(last_before_);
     table_->tokens = before_;
     end_lists();
+    if (plan_) cache_->drop_plan(layer_, table_->targets[0], std::move(plan_));
 }
 
 KVQ_FUNC void chunk::stage() {

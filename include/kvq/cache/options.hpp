@@ -13,17 +13,10 @@
 #include "../format/format.hpp"
 #include "../page/layer_pages.hpp"
 #include "../state/snapshot_policy.hpp"
+#include "key_statistics.hpp"
 #include "layers.hpp"
 
 namespace kvq { inline namespace KVQ_COMMON {
-
-/// Whose keys say which channels get how many bits, for formats of keys that have a plan of widths and were
-/// made without one: mix4, low3, low2 (cache/key_plan.hpp).
-enum class key_statistics : unsigned char {
-    off = 0,    ///< none: all channels have the same width
-    own = 1,    ///< every sequence has a plan, of its own first tokens; forks and prefix hits inherit it
-    shared = 2  ///< one plan for the cache, of the first sequence that has enough tokens
-};
 
 struct cache_options {
     format_list keys = {};    ///< formats of K pages; at least one

@@ -55,7 +55,7 @@ public:
         commit(table_.due(table_.tokens, g), scratch);
         table_.uncommit(g);
         pack(true);
-        if (table_.tokens < g.commits_from) table_.plan = {};
+        table_.forget_plan(g);
         table_.copies_from = table_.committed;
         table_.free_unseen(g, cache_.options().rollback, [](const page_ref&) {});
         return std::move(table_);

@@ -150,7 +150,7 @@ private:
                     int& target = table_of(*s, layer).targets[static_cast<int>(role)];
                     if (wanted(role) < 0 || wanted(role) == target) continue;
                     target = wanted(role);
-                    if (role == tensor::key) table_of(*s, layer).find_plan(cache_->geometry(layer));
+                    if (role == tensor::key) table_of(*s, layer).find_plan();
                 }
     }
 

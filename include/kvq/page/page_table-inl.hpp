@@ -238,7 +238,7 @@ KVQ_FUNC bool page_table::trim(int n, const page_geometry& g) noexcept {
         for (page_ref& copy : (*this)[committed - 1].copies) copy = page_ref{};
     copies_from = smaller(copies_from, committed);
     if (front() == 0) freed = dropped = 0;
-    if (tokens < g.commits_from) plan = {};
+    forget_plan(g);
     return within && committed == size();
 }
 
@@ -315,13 +315,19 @@ KVQ_FUNC const page* page_table::last_planned() const noexcept {
     return nullptr;
 }
 
+KVQ_FUNC void page_table::forget_plan(const page_geometry& g) noexcept {
+    for (int i = 0; tokens < g.commits_from && i < committed; ++i)
+        if (const page_ref& p = (*this)[i].pages[0]; p && p->format != 0) return;
+    if (tokens < g.commits_from) plan = {};
+}
+
 KVQ_FUNC bool page_table::shows_plan() const noexcept {
     const page* const planned = last_planned();
     return planned && planned->plan.is(plan);
 }
 
-KVQ_FUNC void page_table::find_plan(const page_geometry& g) noexcept {
-    const page* const planned = tokens >= g.commits_from ? last_planned() : nullptr;
+KVQ_FUNC void page_table::find_plan() noexcept {
+    const page* const planned = last_planned();
     plan = planned ? planned->plan : format{};
 }
 
@@ -331,7 +337,7 @@ KVQ_FUNC void page_table::restored(int committed_spans, const page_geometry& g, 
     freed = freed_spans(front(), g);
     dropped = g.window || front() == 0 ? 0 : tokens;
     drop_copies(g, rollback);
-    find_plan(g);
+    find_plan();
     find_rearranged();
     if (!rearranged || says_all) return;
     std::vector<page_use> uses;

@@ -224,7 +224,9 @@ struct page_table {
         copies_from = committed;
     }
     /// Keys to come have the plan of the last page of keys in their format that has one.
-    void find_plan(const page_geometry& g) noexcept;
+    void find_plan() noexcept;
+    /// Behind a trim: with too few tokens for a plan, and no quantized page, keys to come get one anew.
+    void forget_plan(const page_geometry& g) noexcept;
     /// Does the last page of keys that has a plan have this one?
     bool shows_plan() const noexcept;
     /// After its spans have come from elsewhere, of which the first `committed_spans` are committed.

@@ -29,22 +29,35 @@ namespace kvq { inline namespace KVQ_COMMON {
 
 namespace detail {
 
+/// Sums of a channel's keys of a group. A device adds the same ones.
+struct channel_sums {
+    double sum, squares;
+    int finite;
+
+    KVQ_HD KVQ_NO_COPY void add(float x) noexcept {
+        if (!is_finite(x)) return;
+        sum += static_cast<double>(x);
+        squares += static_cast<double>(x) * static_cast<double>(x);
+        ++finite;
+    }
+    /// Their variance and mean square, times n.
+    KVQ_HD KVQ_NO_COPY double variance(int n) const noexcept {
+        if (finite == 0) return 0.0;
+        return rounded_product(larger(0.0, squares - rounded_product(sum, sum / finite)) / finite,
+                               static_cast<double>(n));
+    }
+    KVQ_HD KVQ_NO_COPY double mean_square(int n) const noexcept {
+        return finite == 0 ? 0.0 : rounded_product(squares / finite, static_cast<double>(n));
+    }
+};
+
 /// Adds the variance and the mean square of a channel's n keys of a group, times n. key(t): a float.
 template <class Key>
 void add_channel(int n, Key&& key, double& variances, double& squares) {
-    double sum = 0.0, sum_squares = 0.0;
-    int finite = 0;
-    for (int t = 0; t < n; ++t) {
-        const float x = key(t);
-        if (!is_finite(x)) continue;
-        sum += static_cast<double>(x);
-        sum_squares += static_cast<double>(x) * static_cast<double>(x);
-        ++finite;
-    }
-    if (finite == 0) return;
-    const double variance = larger(0.0, sum_squares - rounded_product(sum, sum / finite)) / finite;
-    variances += rounded_product(variance, static_cast<double>(n));
-    squares += rounded_product(sum_squares / finite, static_cast<double>(n));
+    channel_sums sums{};
+    for (int t = 0; t < n; ++t) sums.add(key(t));
+    variances += sums.variance(n);
+    squares += sums.mean_square(n);
 }
 
 }  // namespace detail

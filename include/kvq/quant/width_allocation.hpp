@@ -41,7 +41,7 @@ namespace kvq { inline namespace KVQ_TAGGED {
 
 namespace detail {
 
-constexpr double width_noise(int width) noexcept {
+KVQ_HD constexpr double width_noise(int width) noexcept {
     constexpr double narrow[4] = {1.0, 0.363, 0.119, 0.037};
     const double steps = static_cast<double>((1 << width) - 1);
     return width < 4 ? narrow[width] : 1.92 / (steps * steps);
@@ -49,7 +49,7 @@ constexpr double width_noise(int width) noexcept {
 
 /// log2(x) for x >= 1, to 2^-24 below. It uses products alone, so that the result is the same everywhere.
 /// (std::log2 differs.)
-inline double floor_log2(double x) noexcept {
+KVQ_HD inline double floor_log2(double x) noexcept {
     int whole = 0;
     double rest = 2.0 * std::frexp(x, &whole), result = whole - 1;
     for (int place = 1; place <= 24; ++place) {
@@ -62,7 +62,7 @@ inline double floor_log2(double x) noexcept {
     return result;
 }
 /// 2^x for a multiple of 2^-24 that is not negative. It uses products and roots alone.
-inline double exact_exp2(double x) noexcept {
+KVQ_HD inline double exact_exp2(double x) noexcept {
     const double whole = std::floor(x);
     double rest = x - whole, result = 1.0, factor = 2.0;
     for (int place = 1; place <= 24; ++place) {
@@ -74,6 +74,24 @@ inline double exact_exp2(double x) noexcept {
         }
     }
     return std::ldexp(result, static_cast<int>(whole));
+}
+
+// Steps of kvq::steady_importance(), which a device takes as well.
+KVQ_HD inline double importance_log(double x, double top) noexcept {
+    return floor_log2(larger(1.0, x / top * 0x1p20));
+}
+/// The exponent of importances with these logarithms.
+KVQ_HD inline double steady_power(const double* logs, int count, double doubt) noexcept {
+    constexpr double ln2 = 0.6931471805599453;
+    double mean = 0.0, variance = 0.0;
+    for (int i = 0; i < count; ++i) mean += logs[i];
+    mean /= count;
+    for (int i = 0; i < count; ++i) variance += rounded_product(logs[i] - mean, logs[i] - mean);
+    variance = rounded_product(variance / count, ln2 * ln2);
+    return variance > doubt ? 1.0 - doubt / variance : 0.0;
+}
+KVQ_HD inline double steadied(double log, double power) noexcept {
+    return exact_exp2(std::floor(rounded_product(log, power) * 0x1p24) * 0x1p-24);
 }
 
 }  // namespace detail
@@ -95,21 +113,10 @@ inline void steady_importance(std::span<double> importance, double doubt) {
     double top = 0.0;
     for (const double x : importance) top = detail::larger(top, x);
     if (!(top > 0.0) || doubt == 0.0) return;
-    constexpr double range = 0x1p20, ln2 = 0.6931471805599453;
     detail::tagged_vector<double> logs;
-    double mean = 0.0, variance = 0.0;
-    for (const double x : importance) {
-        logs.push_back(detail::floor_log2(detail::larger(1.0, x / top * range)));
-        mean += logs.back();
-    }
-    const auto n = static_cast<double>(importance.size());
-    mean /= n;
-    for (const double x : logs) variance += detail::rounded_product(x - mean, x - mean);
-    variance = detail::rounded_product(variance / n, ln2 * ln2);
-    const double power = variance > doubt ? 1.0 - doubt / variance : 0.0;
-    for (std::size_t c = 0; c < logs.size(); ++c)
-        importance[c] =
-            detail::exact_exp2(std::floor(detail::rounded_product(logs[c], power) * 0x1p24) * 0x1p-24);
+    for (const double x : importance) logs.push_back(detail::importance_log(x, top));
+    const double power = detail::steady_power(logs.data(), static_cast<int>(logs.size()), doubt);
+    for (std::size_t c = 0; c < logs.size(); ++c) importance[c] = detail::steadied(logs[c], power);
 }
 
 /// A permutation of channels (place -> channel) and the number of quads of each width, in the order of

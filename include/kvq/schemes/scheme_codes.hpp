@@ -28,6 +28,7 @@
 #include "../quant/width_allocation.hpp"
 #include "concepts.hpp"
 #include "mixed_bits.hpp"
+#include "plan_text.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace detail {
 
@@ -95,7 +96,7 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
     scheme_codes() = default;
     explicit scheme_codes(std::shared_ptr<const width_plan> plan) : plan_(std::move(plan)) {
         if (plan_) check_plan(*plan_);
-        fingerprint_ = fingerprint_of(plan_.get());
+        fingerprint_ = plan_fingerprint(plan_.get());
     }
     explicit scheme_codes(const calibration& statistics)
         : scheme_codes(std::make_shared<const width_plan>(make_plan(statistics))) {}
@@ -115,11 +116,20 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
                         (queries ? statistics.query_power(layer, head, c)
                                  : statistics.key_power(layer, head, c)) *
                         statistics.key_variance(layer, head, c);
-                const double expected = queries ? doubt : larger(doubt, key_doubt);
-                steady_importance(importance, doubt > 0.0 ? expected + chance(statistics, layer, head) : 0.0);
+                const double counted = statistics.keys(layer, head);
+                steady_importance(importance,
+                                  doubt > 0.0
+                                      ? (queries ? doubt + chance(statistics.queries(layer, head), counted)
+                                                 : doubt_of_keys(counted, doubt))
+                                      : 0.0);
                 plan.blocks.push_back(allocate_widths(importance, width_list::values, row_words(s.head_dim)));
             }
         return plan;
+    }
+
+    /// What a plan of so many keys, and of no queries, doubts.
+    static double doubt_of_keys(double keys, double doubt = text_doubt(eighths / 8.0)) {
+        return larger(doubt, key_doubt) + chance(0.0, keys);
     }
 
     /// A plan of keys alone, of one layer, for every layer that uses it. Channels of one width keep their
@@ -140,60 +150,10 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
         }
         return plan;
     }
-    /// "8x128:" and for each channel of each head the number of its width in the list. Returns the number of
-    /// letters, which are written unless `to` is null.
-    std::size_t write_plan(char* to) const {
-        short_text head = short_text::of(plan_->kv_heads) + "x" + short_text::of(plan_->head_dim) + ":";
-        const std::size_t first = std::strlen(head.c_str());
-        const auto heads = static_cast<std::size_t>(plan_->kv_heads),
-                   dim = static_cast<std::size_t>(plan_->head_dim);
-        if (!to) return first + heads * dim;
-        std::memcpy(to, head.c_str(), first);
-        for (std::size_t h = 0; h < heads; ++h) {
-            const channel_allocation& a = plan_->blocks[h];
-            std::size_t place = 0;
-            for (std::size_t w = 0; w < a.quads.size(); ++w)
-                for (int i = 0; i < 4 * a.quads[w] && place < dim; ++i)
-                    to[first + h * dim + a.order[place++]] = static_cast<char>('0' + w);
-        }
-        return first + heads * dim;
-    }
-    /// Raises kvq::error for text that is no plan of these widths.
+    /// The plan as text, and back (schemes/plan_text.hpp).
+    std::size_t write_plan(char* to) const { return write_plan_text(*plan_, to); }
     static width_plan plan_of_text(const char* text, std::size_t letters) {
-        std::size_t at = 0;
-        const auto number = [&](char behind) {
-            int n = 0;
-            while (at < letters && text[at] >= '0' && text[at] <= '9' && n < 1 << 20)
-                n = 10 * n + (text[at++] - '0');
-            expect(n > 0 && at < letters && text[at] == behind,
-                   "a plan of channel widths is damaged at letter ", at);
-            ++at;
-            return n;
-        };
-        width_plan plan;
-        plan.of_every_layer = true;
-        plan.kv_heads = number('x');
-        plan.head_dim = number(':');
-        const auto heads = static_cast<std::size_t>(plan.kv_heads),
-                   dim = static_cast<std::size_t>(plan.head_dim);
-        expect(dim <= most_quantized && letters - at == heads * dim, "a plan for ", heads, " heads of ", dim,
-               " channels has ", letters - at, " widths");
-        for (std::size_t h = 0; h < heads; ++h) {
-            channel_allocation a;
-            a.order.resize(dim);
-            a.quads.resize(width_list::count);
-            std::size_t place = 0;
-            for (std::size_t w = 0; w < a.quads.size(); ++w) {
-                const std::size_t before = place;
-                for (std::size_t c = 0; c < dim; ++c)
-                    if (text[at + h * dim + c] == static_cast<char>('0' + w))
-                        a.order[place++] = static_cast<std::uint16_t>(c);
-                a.quads[w] = static_cast<std::uint16_t>(ceil_div(static_cast<int>(place - before), 4));
-            }
-            expect(place == dim, "a plan of channel widths is damaged in head ", h);
-            plan.blocks.push_back(std::move(a));
-        }
-        return plan;
+        return detail::plan_of_text(text, letters, width_list::count);
     }
     /// The error that the plan expects of a head whose channels have these importances, as a part of that of
     /// even widths; 1 where nothing is to lose. importance[channel]: a double.
@@ -338,8 +298,7 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
 private:
     /// Variance, by chance, of the logarithm of an importance: 2 / n each for a mean of n independent
     /// squares, twice that for tokens that resemble their neighbours.
-    static double chance(const calibration& statistics, int layer, int head) {
-        const double queries = statistics.queries(layer, head), keys = statistics.keys(layer, head);
+    static double chance(double queries, double keys) {
         // A constant: the function belongs to no instruction set (core/tagged_vector.hpp).
         constexpr double unknown = std::numeric_limits<double>::infinity();
         if (keys == 0.0) return unknown;
@@ -369,17 +328,6 @@ private:
         if constexpr (Width + 1 < width_list::count) visit_segments<Width + 1>(s, quads, f);
     }
 
-    /// Fingerprint of all orders and widths.
-    static std::uint64_t fingerprint_of(const width_plan* plan) noexcept {
-        if (!plan) return 0;
-        fingerprint_hash hash;
-        hash.add(static_cast<std::uint64_t>(plan->kv_heads));
-        for (const channel_allocation& a : plan->blocks) {
-            for (const std::uint16_t c : a.order) hash.add(c);
-            for (const std::uint16_t q : a.quads) hash.add(q);
-        }
-        return hash.value;
-    }
     static void check_plan(const width_plan& plan) {
         const auto dim = static_cast<std::size_t>(plan.head_dim);
         expect(plan.head_dim >= 1 && plan.kv_heads >= 1, "a plan for ", plan.kv_heads, " heads of ",

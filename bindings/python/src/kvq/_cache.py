@@ -96,6 +96,15 @@ def formats_of_layers(chosen: Dict[int, Tuple[Optional[str], Optional[str]]], la
 _KEY_STATISTICS = {"own": _abi.OWN_STATISTICS, "shared": _abi.SHARED_STATISTICS, None: _abi.NONE}
 
 
+def statistics_to_c(statistics: Union[None, str, Statistics], o: Any) -> None:
+    if statistics is None or isinstance(statistics, str):
+        if statistics not in _KEY_STATISTICS:
+            raise ArgumentError(f'kvq: statistics is {statistics!r}, not "own", "shared", None or a Statistics')
+        o.key_statistics = _KEY_STATISTICS[statistics]
+    else:
+        o.statistics = optional_handle(statistics, Statistics, "statistics")
+
+
 def _options(layers: Layers, kv_heads: int = 0, head_dim: int = 0, keys: Names = "std4", values: Optional[Names] = None, *,
              value_dim: Optional[int] = None, window: Optional[str] = None, page_tokens: Optional[int] = None,
              sinks: Optional[int] = None, recent: Optional[int] = None, rollback: Optional[int] = None,
@@ -119,12 +128,7 @@ def _options(layers: Layers, kv_heads: int = 0, head_dim: int = 0, keys: Names =
         layers_to_c(listed, o)
     else:
         o.layers = layers
-    if statistics is None or isinstance(statistics, str):
-        if statistics not in _KEY_STATISTICS:
-            raise ArgumentError(f'kvq: statistics is {statistics!r}, not "own", "shared", None or a Statistics')
-        o.key_statistics = _KEY_STATISTICS[statistics]
-    else:
-        o.statistics = optional_handle(statistics, Statistics, "statistics")
+    statistics_to_c(statistics, o)
     if layer_formats is not None:
         o.layer_formats = formats_of_layers(layer_formats, o.layers)
     return o, rotary_to_c(rotary, o)

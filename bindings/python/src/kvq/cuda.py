@@ -23,11 +23,11 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence as Li
 import torch
 
 from . import _abi, _cuda_abi
-from ._cache import Cache as _HostCache, Rotary, _names, formats_of_layers, rotary_to_c
+from ._cache import Cache as _HostCache, Rotary, _names, formats_of_layers, rotary_to_c, statistics_to_c
 from ._errors import ArgumentError, OutOfMemoryError, UnsupportedError
 from ._formats import Statistics, from_c, reading, stream, written
 from ._layers import Layer, StatePart, layer_from_c, layers_to_c, part_number
-from ._library import Handle, _checked, ask, count, handle_of, library, limit, optional_handle, text
+from ._library import Handle, _checked, ask, count, handle_of, library, limit, text
 from ._prefix_cache import Match, match_of
 from ._reports import RequantizeReport, Snapshot, StepDownReport, Usage
 from ._sequence import File, Sequence as _HostSequence, save_options
@@ -198,7 +198,9 @@ class Cache(Handle):
     snapshot_every, snapshot_prompt_end, snapshot_bytes
                     of recurrent states, as of kvq.Cache; the end of a prompt is that of every begin_prompt
     growing         pools that are full grow, in a begin, which then waits for the stream
-    statistics      for keys whose format takes them
+    statistics      as of kvq.Cache: "own", "shared", None, or a kvq.Statistics for all keys whose format takes them
+    statistics_tokens
+                    first tokens of which a plan is made, 16 bit until then; None: 512
     alibi           attention takes alibi_slopes, always; prompts are steps of up to step_tokens tokens
 
     Memory is cudaMalloc's; where there is none, torch gives back what it holds but does not use.
@@ -213,7 +215,8 @@ class Cache(Handle):
                  pool_tokens: int = 0,
                  pool_sequences: int = 0, pool_states: int = 0, snapshot_every: Optional[int] = None,
                  snapshot_prompt_end: bool = True, snapshot_bytes: Optional[int] = None, growing: bool = True,
-                 statistics: Optional[Statistics] = None, alibi: bool = False,
+                 statistics: Union[None, str, Statistics] = "own", statistics_tokens: Optional[int] = None,
+                 alibi: bool = False,
                  rotary: Union[None, Rotary, List_[Rotary]] = None) -> None:
         if dtype not in _NAMES:
             raise ArgumentError(f"kvq: a cache on a GPU is of torch.float16 or torch.bfloat16, not {dtype}")
@@ -240,7 +243,8 @@ class Cache(Handle):
             pool_sequences=pool_sequences, pool_states=pool_states, snapshot_every=limit(snapshot_every, "snapshot_every"),
             snapshot_prompt_end=0 if snapshot_prompt_end else _abi.NONE,
             snapshot_bytes=limit(snapshot_bytes, "snapshot_bytes"), fixed=int(not growing), alibi=int(alibi))
-        o.statistics = optional_handle(statistics, Statistics, "statistics")
+        o.statistics_tokens = limit(statistics_tokens, "statistics_tokens")
+        statistics_to_c(statistics, o)
         rotary_to_c(rotary, o)  # the arguments keep what it points to
         if listed is not None:
             layers_to_c(listed, o)

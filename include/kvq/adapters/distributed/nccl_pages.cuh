@@ -205,6 +205,7 @@ struct transfer_access {
             if (asked < 0) return bad_value("%.60s is not a format of the sending cache", r.format);
         }
         const sequence_pages& s = pages_of(c, id);
+        if (status t = check_no_plans(c); !t) return t;
         const device_geometry g{{r.sinks, r.recent, r.page_tokens}, r.rollback, r.ring};
         const int n = s.paged_tokens(g), pages = s.pages(), committed = s.committed_after(0, g);
         // 16-bit values that the receiver would have kept for its rollback, where the sender has them.
@@ -254,14 +255,23 @@ struct transfer_access {
         return lay_out(c, entries, same, plan, memory, stream);
     }
 
+    static status check_no_plans(const cache& c) {
+        if (group(c).geometry.commits_from == 0) return {};
+        return bad_value(
+            "keys have plans of their sequences, which are not sent between GPUs: key_statistics::off, or "
+            "statistics");
+    }
+
     /// Takes pages for the sequence of an offer. An error has changed nothing.
     static status plan_receiving(cache& c, const transfer_offer& offer, transfer_plan& plan,
                                  plan_memory& memory, sequence_id& made, cudaStream_t stream) {
         if (offer.formats_checksum != host_checksum(plan.formats.data(), plan.formats.size()))
             return bad_value("the formats of %zu pages came damaged", plan.formats.size());
         const device_geometry& g = group(c).geometry;
+        if (status t = check_no_plans(c); !t) return t;
         const auto committed = static_cast<std::size_t>(offer.committed);
         sequence_pages s;
+        if (group(c).plans.tokens > 0) s.plan = group(c).plans.even;
         kvq::detail::page_table& table = s.table;
         std::vector<wire_cut> shows(committed, {0, 0, g.page_tokens});
         for (int i = 0, next = 0; i < offer.cut_pages; ++i) {

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(any_threads)
         const int in_page = t % Pair::page_tokens;
         float score = 0.0f;
         for (int c = lane; c < dim; c += warp_size)
-            score += query[c] * read_value<tensor::key>(a.cache, page, kv_head, in_page, c);
+            score += query[c] * read_value<tensor::key>(a.cache, page, kv_head, in_page, c, sequence);
         for (int step = warp_size / 2; step > 0; step /= 2) score += __shfl_xor_sync(~0u, score, step);
         if (a.softcap > 0.0f) score = capped(score, a.softcap);
         if constexpr (has_score<Score>) score = modified_score(a, modifier, score, head, query_at, t);

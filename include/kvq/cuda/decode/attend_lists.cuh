@@ -78,7 +78,7 @@ struct list_rows {
                          per_lane = ceil_div(dim, warp_size),
                          values_per_lane = ceil_div(value_dim, warp_size);
     const Args& args;
-    int kv_head, count, lane;  // rows that there are
+    int sequence, kv_head, count, lane;  // rows that there are
     float query[rows][per_lane] = {}, output[rows][values_per_lane] = {};
     float top[rows] = {}, sum[rows] = {};
 
@@ -114,7 +114,7 @@ struct list_rows {
                 for (int i = 0; i < Count; ++i) {
                     const int c = i * warp_size + lane;
                     const float number =
-                        c < width ? read_value<Role>(cache, page, kv_head, in_page, c) : 0.0f;
+                        c < width ? read_value<Role>(cache, page, kv_head, in_page, c, sequence) : 0.0f;
                     x[b][i] = of_part ? number : x[b][i];
                 }
             }
@@ -220,7 +220,8 @@ __global__ void __launch_bounds__(list_threads, 3) attend_lists_kernel(const __g
     const int split = take(args.splits), row_block = take(args.row_blocks), kv_head = take(a.cache.kv_heads),
               query = item;
     const int first_row = row_block * Args::rows, first_head = a.row_head(kv_head, first_row);
-    rows_type own{args, kv_head, kvq::detail::smaller(Args::rows, a.rows - first_row), lane};
+    const listed_pages<Args> pages(args, query);
+    rows_type own{args, pages.sequence, kv_head, kvq::detail::smaller(Args::rows, a.rows - first_row), lane};
 #pragma unroll
     for (int r = 0; r < Args::rows; ++r) {
         own.top[r] = -INFINITY;
@@ -231,7 +232,6 @@ __global__ void __launch_bounds__(list_threads, 3) attend_lists_kernel(const __g
                 r < own.count && c < Args::dim ? to_float(a.q.at(query, first_head + r)[c]) * a.scale : 0.0f;
         }
     }
-    const listed_pages<Args> pages(args, query);
     const long long groups = ceil_div(args.lists.count(), warp_size);
     const int end = static_cast<int>(groups * (split + 1) / args.splits);
 #pragma unroll 1

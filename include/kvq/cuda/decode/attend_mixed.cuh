@@ -184,7 +184,7 @@ struct part_feed : unit_ring<Memory, Pair, T> {
           index(jobs.index - 1),
           sequence(args.a.cache.table_row(jobs.item->sequence, jobs.item->kv_head)) {
         this->band = job.at.band.band, head = job.item->kv_head;
-        if constexpr (keys::mixed) this->key_head = keys::head_of(a.cache.key_plan(head));
+        if constexpr (keys::mixed) this->key_head = keys::head_of(a.cache.key_plan(job.item->sequence, head));
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) step();
         left = Memory::warp_tiles_of_step - 1;
@@ -460,7 +460,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
                 using pair = typename std::remove_cvref_t<decltype(part)>::pair_type;
                 bad |= query_part.template store_for<typename memory::template of<pair>>(
                     memory::template query<I>(shared, of_team), part.a.scale,
-                    part.a.cache.key_plan(walk.item.kv_head), of_team);
+                    part.a.cache.key_plan(walk.item.sequence, walk.item.kv_head), of_team);
             }
         });
         bad = __reduce_or_sync(~0u, bad);
@@ -469,7 +469,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
         static_for<parts>([&](auto i) {
             constexpr int I = decltype(i)::value;
             turn_query_rows<memory>(memory::template query<I>(shared, of_team), get<I>(m.parts).a.cache,
-                                    walk.item.kv_head, of_team);
+                                    walk.item.sequence, walk.item.kv_head, of_team);
         });
     };
     store_query(team);
@@ -501,7 +501,7 @@ __global__ void __maxnreg__((mixed_memory<Rows4, Small, Pairs...>::registers))
                                    {ring, ring + part_memory::weights_at, ring + part_memory::scratch_at,
                                     shared_address(memory::template query<decltype(i)::value>(shared, own) +
                                                    band.band * part_memory::query_floats),
-                                    memory::order(m.parts, item.kv_head), band}};
+                                    memory::order(m.parts, item.sequence, item.kv_head), band}};
                 attend_part<part_memory>(part, job, m.stored, score, rows);
             });
 

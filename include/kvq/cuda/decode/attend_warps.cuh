@@ -59,7 +59,8 @@ __device__ __forceinline__ void attend_warp_tiles(const attention_args<Pair, T>&
     if constexpr (takes_trees<Rows4>)
         if (a.ancestors != nullptr)
             seen_by_all.end = smaller(seen_by_all.end, a.draft_begin(a.work.tokens[item->sequence]));
-    const head_keys<keys, Rows4> key_head(at_warp.scratch, a.cache.key_plan(item->kv_head), id);
+    const head_keys<keys, Rows4> key_head(at_warp.scratch, a.cache.key_plan(item->sequence, item->kv_head),
+                                          id);
     const query_of<keys, Rows4, T> row_query(query_at, memory::query_stride, a.scale, id);
     folded_row<keys> folded[Rows4];
     if constexpr (fold_once<keys>)
@@ -417,10 +418,11 @@ __global__ void __launch_bounds__((attention_memory<Pair, Rows4, Small>::threads
     int slot = 0;
     const auto store_query = [&](const warp_team& of_team) {
         const unsigned bad = __reduce_or_sync(
-            ~0u, query_part.store(query, a.scale, a.cache.key_plan(walk.item.kv_head), of_team));
+            ~0u, query_part.store(query, a.scale, a.cache.key_plan(walk.item.sequence, walk.item.kv_head),
+                                  of_team));
         if (id.lane == 0) team_memory::of<memory>(shared, of_team).warp_bad[of_team.member] = bad;
         of_team.wait();
-        turn_query_rows<memory>(query, a.cache, walk.item.kv_head, of_team);
+        turn_query_rows<memory>(query, a.cache, walk.item.sequence, walk.item.kv_head, of_team);
     };
     store_query(team);
     if (!a.early) {

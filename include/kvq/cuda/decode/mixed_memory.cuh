@@ -91,9 +91,10 @@ struct mixed_memory {
     static constexpr int query_bytes = rows * first_pair::head_dim * 4;
     /// Of the main part's query, for parts that take any.
     template <class Parts>
-    static __device__ __forceinline__ const std::uint16_t* order(const Parts& parts, int kv_head) {
+    static __device__ __forceinline__ const std::uint16_t* order(const Parts& parts, int sequence,
+                                                                 int kv_head) {
         if constexpr (of<std::tuple_element_t<main_part, std::tuple<Pairs...>>>::keys::mixed)
-            return get<main_part>(parts).a.cache.key_plan(kv_head);
+            return get<main_part>(parts).a.cache.key_plan(sequence, kv_head);
         else
             return nullptr;
     }

@@ -115,12 +115,12 @@ private:
 template <class Memory, class Pair>
 __device__ __forceinline__ void turn_query_rows([[maybe_unused]] float* query,
                                                 [[maybe_unused]] const cache_ref<Pair>& cache,
-                                                [[maybe_unused]] int head,
+                                                [[maybe_unused]] int sequence, [[maybe_unused]] int head,
                                                 [[maybe_unused]] const warp_team& team) {
     if constexpr (has_transform<typename Pair::keys>) {
         constexpr int dim = Pair::head_dim, N = token_numbers<dim>;
         const int lane = static_cast<int>(threadIdx.x) % warp_size;
-        [[maybe_unused]] const std::uint16_t* const plan = cache.key_plan(head);
+        [[maybe_unused]] const std::uint16_t* const plan = cache.key_plan(sequence, head);
 #pragma unroll 1
         for (int row = team.member; row < Memory::rows; row += team.warps) {
             const auto at = [&](int channel) -> float& {

@@ -78,6 +78,7 @@ struct unit_feed : unit_ring<Memory, Pair, T> {
     int item_first, real;  // as in item_part
     const int* table;      // row of the item's sequence
     int next_page = -1, next_first = 0, next_head;
+    int plan_of = 0, next_plan_of = 0;      // the sequence whose plan keys of mixed widths have
     int next_second = -1;                   // the second page of a warp tile of two
     int first_column = 0, last_column = 0;  // which columns of the table it may be read from
     int left = 0;                           // warp tiles of its step that follow it
@@ -111,6 +112,7 @@ private:
         real = walk.item.real;
         table = a.cache.block_table + a.cache.table_entry(walk.item.sequence, 0);
         next_head = walk.item.kv_head;
+        if constexpr (keys::mixed) next_plan_of = a.cache.plan_numbers == nullptr ? 0 : walk.item.sequence;
         if constexpr (keys::joined) {
             const int length = a.work.tokens[walk.item.sequence];
             first_column = a.work.begin(length) / Pair::page_tokens;
@@ -132,7 +134,9 @@ private:
         page = next_page;
         second = next_second;
         first = next_first;
-        if (keys::mixed && head != next_head) this->key_head = keys::head_of(a.cache.key_plan(next_head));
+        if constexpr (keys::mixed)
+            if (head != next_head || plan_of != next_plan_of)
+                this->key_head = keys::head_of(a.cache.key_plan(plan_of = next_plan_of, next_head));
         head = next_head;
         seek(entry, first_page);
     }

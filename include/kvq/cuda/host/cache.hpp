@@ -32,6 +32,7 @@
 #include "cache_moves.hpp"
 #include "cache_open.hpp"
 #include "cache_pages.hpp"
+#include "cache_plans.hpp"
 #include "cache_resident.hpp"
 #include "cache_state.hpp"
 #include "cache_step.hpp"

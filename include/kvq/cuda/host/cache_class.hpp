@@ -1,5 +1,4 @@
-// The class of a cache that owns its pages; what it promises: cache.hpp. Its members are in cache_open,
-// cache_step and cache_pages.hpp.
+// The class of a cache that owns its pages; what it promises: cache.hpp. Its members: cache_*.hpp.
 //
 // Layers of one shape, window and formats are a group (layer_group.hpp): tables, pools and launches are those
 // of groups. A cache of equal layers has one. A sequence has pages in every group.
@@ -462,6 +461,7 @@ private:
     struct format_change {
         page_ref from, to;
         int format;                            // of the new one
+        page_ref plan;                         // of its keys
         std::vector<common::held_span> spans;  // in the tables of the call's sequences
     };
     /// By group.
@@ -472,12 +472,11 @@ private:
                         std::size_t& saved);
     status find_changes(std::span<const sequence_id> ids, const requantize_request& request,
                         format_changes& changes);
-    /// Numbers of a page and of the one that gets its values.
-    struct page_pair {
-        int from, to;
-    };
-    status convert_pages(detail::layer_group& g, int from, int target, std::span<const page_pair> pages,
-                         cudaStream_t stream);
+    status convert_pages(detail::layer_group& g, int from, int target,
+                         std::span<const detail::page_pair> pages, const page_ref& plan, cudaStream_t stream);
+    void adopt_plan(std::size_t group) noexcept;
+    status ensure_plans(std::span<const sequence_id> ids, int new_tokens, bool cross, cudaStream_t stream);
+    status settle(std::span<const sequence_id> ids, cudaStream_t stream);
     requantize_report report_of(std::span<const sequence_id> ids, const format_changes& changes,
                                 std::size_t in_use) const;
     struct rehearsal;

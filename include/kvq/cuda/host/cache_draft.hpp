@@ -54,6 +54,7 @@ inline status cache::begin_draft(std::span<const sequence_id> batch, int new_tok
         return detail::bad_value("%d drafted tokens behind %d, but draft_tokens is %d", new_tokens, drafted,
                                  options_.draft_tokens);
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
+    if (status s = settle(batch, stream); !s) return s;
     if (status s = ensure_pages(batch, new_tokens, true, false, stream); !s) return s;
     if (status s = ensure_runs(batch, new_tokens, stream); !s) return s;
     if (status s = append_chunks(stream); !s) return s;

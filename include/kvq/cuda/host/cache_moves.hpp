@@ -92,6 +92,14 @@ inline status plan_splice(const layer_group& group, const sequence_pages& mine, 
     if (!theirs.table.holds(first, last))
         return bad_value("cannot %s: %s has freed tokens before %d", does, group.describe(0).c_str(),
                          theirs.table.front());
+    if (mine.plan.get() != theirs.plan.get()) {
+        if (held > 0)
+            return bad_value(
+                "cannot %s: keys of both sequences have plans of their own, and a sequence has one "
+                "(key_statistics::shared)",
+                does);
+        plan.next.plan = theirs.plan;
+    }
     if (status s = take_tokens(table, mine.table, does, 0, held, 0, g); !s) return s;
     if (held < g.sinks && held > 0)
         return bad_value("cannot %s: the sequence holds %d tokens, fewer than its %d sinks", does, held,
@@ -112,6 +120,8 @@ inline status plan_splice(const layer_group& group, const sequence_pages& mine, 
     if (status s = finish_table(group, plan.next, does, quantized); !s) return s;
     for (int i = 0; i < table.size(); ++i)
         if (in_16_bit(i)) (i < table.committed ? plan.quantize : plan.copy).push_back(i);
+    if (!plan.quantize.empty() && group.plans.takes(plan.next.target()) && !plan.next.plan)
+        plan.next.plan = group.plans.even;  // too few tokens for one of its own
     return {};
 }
 
@@ -205,13 +215,13 @@ inline status cache::fill_spliced(detail::layer_group& g, detail::splice_plan& p
                                   const detail::sequence_pages& theirs, cudaStream_t stream) {
     detail::sequence_pages& next = plan.next;
     const int target = next.target();
-    std::vector<page_pair> pages;
+    std::vector<detail::page_pair> pages;
     for (const int i : plan.quantize) {
         page_ref fresh = g.quantized[static_cast<std::size_t>(target)].pages().take();
         pages.push_back({next.table[i].pages[0]->number, fresh->number});
         next.table[i].pages[0] = std::move(fresh);
     }
-    if (status s = convert_pages(g, -1, target, pages, stream); !s) return s;
+    if (status s = convert_pages(g, -1, target, pages, next.plan, stream); !s) return s;
     detail::page_copier copies{g, stream};
     for (const int i : plan.copy) copies.add(next.table[i].pages[0], g.window);
     copies.launch(g.window);
@@ -239,6 +249,8 @@ inline status cache::splice(sequence_id id, sequence_id other, int first, int la
                                  id.index, tokens(id), last - first, options_.max_tokens);
     const std::string does =
         detail::moving("splice", first, last) + " of sequence " + std::to_string(other.index);
+    const sequence_id both[] = {id, other};
+    if (status s = settle(both, stream); !s) return s;
     std::vector<detail::splice_plan> plans(groups_.size());
     for (std::size_t i = 0; i < groups_.size(); ++i)
         if (status s = detail::plan_splice(groups_[i], entry_of(id).pages[i], entry_of(other).pages[i], first,

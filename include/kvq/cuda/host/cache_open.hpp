@@ -1,16 +1,16 @@
-// cache::open(), calibrate(), and the reports of a cache on the device (cache.hpp): usage(), not_finite(),
+// cache::open(), rotate(), and the reports of a cache on the device (cache.hpp): usage(), not_finite(),
 // graph_id().
 //
 // open() checks all options, takes the compiled entry that has all formats and as few others as possible, and
-// allocates tables, workspace and the pools that the options ask for. calibrate() sends plans of widths and
-// matrices of feedback.
+// allocates tables, workspace and the pools that the options ask for.
 // Contract: every refusal names the option and its range, or the line that compiles the missing format;
-// nothing is allocated then. open() runs once. calibrate() and not_finite() wait for the stream.
+// nothing is allocated then. open() runs once. rotate() and not_finite() wait for the stream.
 #pragma once
 
 #include <set>
 
 #include "cache_lists.hpp"
+#include "group_plans.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -27,6 +27,9 @@ inline status cache::check_options(const cache_options& o) const {
         return detail::bad_value(
             "draft_tokens is %d, but must be 0 to 64, to page_tokens (%d) and to recent (%d)", o.draft_tokens,
             o.page_tokens, o.recent);
+    if (o.statistics_tokens < calibration::group || o.statistics_tokens > detail::most_tokens)
+        return detail::bad_value("statistics_tokens is %d, but must be %d to %d", o.statistics_tokens,
+                                 calibration::group, detail::most_tokens);
     if (o.cut_pages < 0 || o.cut_pages > detail::most_tokens)
         return detail::bad_value("cut_pages is %d", o.cut_pages);
     if (o.page_tokens > 65535)
@@ -200,6 +203,11 @@ inline status cache::open_group(detail::layer_group& g) const {
                   o.rollback,
                   common::larger(window_columns(o.recent + o.rollback + o.draft_tokens, o.page_tokens, 0),
                                  window_columns(o.recent, o.page_tokens, o.step_tokens))};
+    if (status s = detail::open_plans(g); !s) return s;
+    if (g.geometry.commits_from > 0)  // all of them are in 16 bit, and wait for a trim within `rollback`
+        g.geometry.ring = common::larger(
+            g.geometry.ring,
+            window_columns(g.plans.tokens + o.rollback + o.draft_tokens, o.page_tokens, o.step_tokens));
     g.columns = common::larger(1, g.geometry.pages(o.max_tokens));
     g.columns += common::smaller(o.cut_pages, detail::most_tokens / o.page_tokens - g.columns);
     g.sink_columns = common::larger(1, g.geometry.sink_pages(o.sinks));
@@ -327,6 +335,8 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
         if (s) s = g.window.grow(options.pool_sequences * g.geometry.ring, stream);
         if (s) s = g.sinks.grow(options.pool_sequences * g.geometry.sink_pages(options.sinks), stream);
     }
+    for (detail::layer_group& g : groups_)
+        if (s) s = detail::make_plans(g, stream);
     if (s && states_) s = states_->grow(options.pool_states, stream);
     if (s) s = send_rotations(stream);
     if (s) s = open_resident(stream);
@@ -403,52 +413,6 @@ inline std::vector<cache::named_format> cache::find_named(std::string_view forma
         for (int f = 0; f < g.kinds(); ++f)
             if (g.is_named(f, format)) found.push_back({g, f});
     return found;
-}
-
-/// Can a format get statistics of this shape now?
-inline status cache::check_statistics(std::string_view format, const cache_shape& of) const {
-    if (status s = check_format(format); !s) return s;
-    for (const detail::layer_group& g : groups_)
-        for (int f = 0; f < g.kinds(); ++f) {
-            if (!g.is_named(f, format)) continue;
-            if (g.format.latent)
-                return detail::bad_value("%s: statistics for keys of latents are for caches on the CPU",
-                                         g.describe(0).c_str());
-            if (of.layers != layer_count() || of.kv_heads != g.shape.kv_heads ||
-                of.head_dim != g.shape.head_dim)
-                return detail::bad_value(
-                    "statistics of %d layers, %d kv heads and head_dim %d, but the cache has %d, %d, %d",
-                    of.layers, of.kv_heads, of.head_dim, layer_count(), g.shape.kv_heads, g.shape.head_dim);
-            if (g.quantized[static_cast<std::size_t>(f)].pages().used() > 0)
-                return detail::bad_value("pages of %.60s are in use; statistics come before the first page",
-                                         std::string(format).c_str());
-        }
-    return {};
-}
-
-inline status cache::calibrate(std::string_view format, const calibration& statistics, cudaStream_t stream) {
-    if (status s = check_statistics(format, statistics.shape()); !s) return s;
-    const std::vector<named_format> named = find_named(format);
-    struct made_keys {
-        detail::device_memory plans, feedback;
-        std::uint64_t fingerprint;
-    };
-    std::vector<made_keys> made;
-    for (const auto& [g, f] : named) {
-        const detail::key_state state = g.format.functions->make_keys(f, statistics);
-        made_keys& m = made.emplace_back(made_keys{{}, {}, state.plans.empty() ? 0 : state.fingerprint});
-        status s = put_layers<std::uint16_t>(m.plans, g, {state.plans.data()}, state.plans.size(), stream);
-        if (s) s = put_layers<float>(m.feedback, g, {state.feedback.data()}, state.feedback.size(), stream);
-        if (!s) return s;
-    }
-    for (std::size_t i = 0; i < named.size(); ++i) {
-        detail::device_keys& held = named[i].group.keys[static_cast<std::size_t>(named[i].number)];
-        held.plans = std::move(made[i].plans);
-        held.feedback = std::move(made[i].feedback);
-        if (made[i].fingerprint != 0) held.fingerprints[0] = made[i].fingerprint;
-    }
-    step_.begun = false;
-    return {};
 }
 
 inline status cache::rotate(std::string_view format, tensor role, const rotation& matrices,
@@ -547,7 +511,7 @@ inline usage_report cache::usage() const {
             u.pages += static_cast<std::size_t>(p.pages().used());
         }
         for (const detail::device_keys& k : g.keys) u.bookkeeping += k.bytes();
-        u.bookkeeping += g.runs.bytes();
+        u.bookkeeping += g.runs.bytes() + g.plans.pages.allocated();
     }
     if (states_) {
         u.state = states_->used_bytes();

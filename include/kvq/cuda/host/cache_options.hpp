@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "../../cache/key_statistics.hpp"
 #include "../../cache/layers.hpp"
 #include "../../core/float_type.hpp"
 #include "../../state/snapshot_policy.hpp"
@@ -40,6 +41,10 @@ struct cache_options {
     int pool_sequences = 0;  ///< 16-bit pages for so many sequences
     int pool_states = 0;     ///< and so many states: one for a sequence, and one for each of its snapshots
     bool growing = true;     ///< pools that are full grow, between steps
+    /// Whose keys say the widths of channels, for formats that take a plan and get no statistics (calibrate).
+    /// A sequence is 16 bit up to statistics_tokens, if the first format is one.
+    key_statistics statistics = key_statistics::own;
+    int statistics_tokens = 512;  ///< at least 64; in layers with a window at most its tokens
     /// Of layers with state. prompt_end: at the end of every begin_prompt(); where prompts come in parts,
     /// snapshot() behind the last one instead.
     snapshot_policy snapshots = {};

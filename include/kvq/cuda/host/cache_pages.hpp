@@ -147,6 +147,7 @@ inline int cache::trim_limit(sequence_id id) const noexcept {
 inline status cache::fork(sequence_id id, sequence_id& copy, cudaStream_t stream) {
     if (status s = check_here(id); !s) return s;
     if (status s = check_whole(std::span(&id, 1)); !s) return s;
+    if (status s = settle(std::span(&id, 1), stream); !s) return s;
     const auto in_16_bit = [](const page_ref& p) { return p && p->format == 0; };
     for (std::size_t i = 0; i < step_groups(); ++i) {
         const detail::sequence_pages& s = entry_of(id).pages[i];
@@ -225,7 +226,7 @@ inline status cache::find_changes(std::span<const sequence_id> ids, const common
                 if (result) result = no_pair(g, change.held->format - 1, format);
                 return;
             }
-            changes[i].push_back({change.held, {}, to, {change.spans.begin(), change.spans.end()}});
+            changes[i].push_back({change.held, {}, to, {}, {change.spans.begin(), change.spans.end()}});
             saved += change.held->bytes - g.quantized[static_cast<std::size_t>(to)].page_bytes();
         });
     }
@@ -259,7 +260,8 @@ inline requantize_report cache::report_of(std::span<const sequence_id> ids, cons
 
 /// Quantizes pages of one format (-1: 16 bit) to pages of another one, in all layers of a group.
 inline status cache::convert_pages(detail::layer_group& g, int from, int target,
-                                   std::span<const page_pair> pages, cudaStream_t stream) {
+                                   std::span<const detail::page_pair> pages, const page_ref& plan,
+                                   cudaStream_t stream) {
     const kept_tensors kept = from < 0 ? kept_tensors{} : g.kept(from, target);
     detail::word_writer to = writer(stream);
     while (!pages.empty()) {
@@ -269,7 +271,7 @@ inline status cache::convert_pages(detail::layer_group& g, int from, int target,
                 g.send(to, g.list_at(fresh) + static_cast<int>(k), fresh ? pages[k].to : pages[k].from);
         status result = to.flush();
         for (int member = 0; member < g.shape.layers && result; ++member) {
-            const detail::layer_view l = g.view(member, 0);
+            const detail::layer_view l = g.view_of_plan(member, plan);
             result =
                 g.format.functions->requantize(l, from, l.window, target, kept, g.words + g.list_at(false),
                                                g.words + g.list_at(true), static_cast<int>(count), stream);
@@ -298,17 +300,26 @@ inline status cache::requantize_pages(std::span<const sequence_id> ids, format_c
         if (list.empty()) continue;
         step_.begun = false;
         // Pages of the same formats together.
-        const auto formats = [](const format_change& c) { return std::pair(c.format, c.from->format); };
+        for (format_change& c : list)
+            for (const common::held_span& at : c.spans) {
+                detail::sequence_pages& s = entry_of(ids[static_cast<std::size_t>(at.table)]).pages[i];
+                if (g.plans.takes(c.format) && !s.plan) s.plan = g.plans.even;
+                c.plan = s.plan;
+            }
+        const auto formats = [](const format_change& c) {
+            return std::tuple(c.format, c.from->format, c.plan ? c.plan->number : -1);
+        };
         std::stable_sort(list.begin(), list.end(), [&](const format_change& a, const format_change& b) {
             return formats(a) < formats(b);
         });
         for (format_change& c : list) c.to = g.quantized[static_cast<std::size_t>(c.format)].pages().take();
-        std::vector<page_pair> pages;
+        std::vector<detail::page_pair> pages;
         for (std::size_t first = 0, end; first < list.size(); first = end) {
             pages.clear();
             for (end = first; end < list.size() && formats(list[end]) == formats(list[first]); ++end)
                 pages.push_back({list[end].from->number, list[end].to->number});
-            if (status s = convert_pages(g, list[first].from->format - 1, list[first].format, pages, stream);
+            if (status s = convert_pages(g, list[first].from->format - 1, list[first].format, pages,
+                                         list[first].plan, stream);
                 !s)
                 return s;
         }
@@ -355,6 +366,9 @@ inline status cache::plan_requantize(std::span<const sequence_id> ids, const req
 inline status cache::requantize(std::span<const sequence_id> ids, const requantize_request& request,
                                 cudaStream_t stream, requantize_report* report) {
     format_changes changes;
+    if (status s = find_changes(ids, request, changes); !s) return s;
+    if (status s = settle(ids, stream); !s) return s;
+    changes.clear();
     if (status s = find_changes(ids, request, changes); !s) return s;
     const requantize_report done = report_of(ids, changes, bytes_in_use());
     if (status s = requantize_pages(ids, changes, stream); !s) return s;
@@ -413,6 +427,10 @@ status cache::lower_pages(std::span<const sequence_id> ids, std::span<const tier
 
 inline status cache::step_down(std::span<const sequence_id> ids, std::span<const tier> tiers,
                                cudaStream_t stream, std::size_t byte_budget) {
+    if (status s = check_batch(ids, false); !s) return s;
+    if (status s = check_no_draft(ids); !s) return s;
+    if (status s = check_whole(ids); !s) return s;
+    if (status s = settle(ids, stream); !s) return s;
     return lower_pages(
         ids, tiers, byte_budget, [&] { return bytes_in_use(); },
         [&](format_changes& changes) { return requantize_pages(ids, changes, stream); });

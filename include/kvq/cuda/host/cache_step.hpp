@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cache_class.hpp"
+#include "group_plans.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -97,6 +98,7 @@ inline status cache::begin_step(std::span<const sequence_id> batch, int new_toke
         if (id != sequence_id{})
             if (status s = check_growth(id, new_tokens); !s) return s;
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
+    if (status s = settle(batch, stream); !s) return s;
     if (status s = ensure_pages(batch, new_tokens, false, false, stream); !s) return s;
     if (status s = ensure_states(batch, new_tokens, stream); !s) return s;
     if (status s = ensure_runs(batch, new_tokens, stream); !s) return s;
@@ -173,6 +175,8 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     const int of_steps = cross ? 0 : new_tokens;
     if (status s = check_growth(id, new_tokens, cross); !s) return s;
     if (status s = check_whole(std::span(&step_.id, 1)); !s) return s;
+    if (status s = settle(std::span(&id, 1), stream); !s) return s;
+    if (status s = ensure_plans(std::span(&id, 1), new_tokens, cross, stream); !s) return s;
     if (status s = ensure_pages(std::span(&id, 1), new_tokens, false, cross, stream); !s) return s;
     if (status s = ensure_states(std::span(&id, 1), of_steps, stream); !s) return s;
     if (status s =
@@ -222,8 +226,15 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
             g.grow_row(0, id, e.version, e.pages[i], 0, false, to);
             continue;
         }
+        const bool plans_keys = g.plans.takes(e.pages[i].target()) &&
+                                e.pages[i].completes(new_tokens, g.geometry) &&
+                                detail::take_plan(g, e.pages[i]);
+        if (plans_keys) {
+            g.plans.candidate = e.pages[i].plan;
+            g.plans.candidate_of = id;
+        }
         found.push_back(g.begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>() + slot_bytes,
-                                       slot_list, to));
+                                       slot_list, plans_keys, to));
         if (g.format.latent) found.push_back(g.run_slots(found.back()));
         slot_list += g.slot_lists() * new_tokens;
         g.now.runs = runs;

@@ -55,6 +55,8 @@ struct layer_view {
         // [sequences]: pages outside of them are not of this format
         const int *first_page = nullptr, *end_page = nullptr;
         const std::uint16_t* key_plans = nullptr;  // of the layer, or null
+        const int* plan_numbers = nullptr;         // [sequences], or null: there is one plan
+        int plan_words = 0;                        // from one plan to the next
         const float* key_feedback = nullptr;
         const float *columns[2] = {}, *rows[2] = {};  // of the layer's rotations of K and V, or null
     };
@@ -115,6 +117,13 @@ struct key_state {
     std::vector<std::uint16_t> plans;
     std::vector<float> feedback;
     std::uint64_t fingerprint = 0;  // of the plan
+};
+
+/// The first keys of a sequence in a layer, of which a plan is made (quantize/plan_keys.cuh).
+struct plan_source {
+    int tokens = 0, before = 0;                                // of the plan; those in pages
+    const int *window_pages = nullptr, *sink_pages = nullptr;  // numbers, device memory
+    input_rows opened, rows;                                   // the tokens behind them
 };
 
 /// What select() chooses, from tokens at positions before `room`.
@@ -185,6 +194,11 @@ struct device_functions {
                               int places);
     /// Keys of a format made from statistics; an empty state if the scheme takes none.
     key_state (*make_keys)(int number, const calibration& statistics);
+    /// Writes the plans of a layer's heads, of keys in 16 bit.
+    status (*plan_keys)(const layer_view&, int number, const plan_source&, std::uint16_t* plans,
+                        cudaStream_t);
+    /// That of a head with even widths, in host memory.
+    void (*even_plan)(int number, std::uint16_t* words);
     /// Of a format's scheme with the fingerprint of a rotation; 0 if it is not rotated.
     std::uint64_t (*rotated_fingerprint)(int number, tensor role, std::uint64_t rotation);
 };
@@ -200,6 +214,8 @@ struct device_format {
         std::size_t key_block, value_block;  ///< bytes of one head's block
         std::uint64_t fingerprints[2];       ///< K, V: of schemes whose types say their transforms; else 0
         int key_bits = 0;                    ///< of a code of a latent
+        /// Of a head's plan: 16-bit numbers, 0: keys have none; widths in its list.
+        int plan_words = 0, plan_widths = 0;
         /// Of a key block with an estimate: where its parameters begin, up to its end.
         std::size_t parameters_at = 0;
         /// Why such pages are not ranked (select/best_pages.cuh); null: they are.

@@ -18,6 +18,7 @@
 
 #include "../../cpu/scalar.hpp"
 #include "../../format/make_format.hpp"
+#include "../../schemes/plan_text.hpp"
 #include "offload.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -52,6 +53,8 @@ struct held_format : format_record {
     host_blocks blocks;
     format_functions table{};
     std::string held_name;
+    std::shared_ptr<const width_plan> plan;  // of one layer; null: even widths
+    int plan_widths = 0;                     // in the list of keys that take a plan
 
     held_format(const format& window, tensor role, std::string text, const host_blocks& b,
                 std::uint64_t state)
@@ -92,6 +95,41 @@ struct held_format : format_record {
             of(self).refuse("attended to");
         };
         table.describe = [](const void*, const block_shape&, float_type) { return format_description{}; };
+    }
+    /// Keys that a sequence may give a plan of so many widths.
+    void take_plans(int widths) {
+        static constexpr plan_functions plans{
+            [](const void* self) { return of(self).plan != nullptr; },
+            [](const format& from, const std::byte*, std::size_t) -> format {
+                of(from.scheme()).refuse("planned");
+            },
+            [](const void* self, char* to) { return common::write_plan_text(*of(self).plan, to); },
+            [](const format& from, const char* text, std::size_t letters) {
+                const held_format& f = of(from.scheme());
+                auto made = std::make_unique<held_format>(f);
+                made->plan =
+                    std::make_shared<const width_plan>(common::plan_of_text(text, letters, f.plan_widths));
+                made->fingerprint = common::plan_fingerprint(made->plan.get());
+                made->blocks.dequantize = nullptr;
+                return format(made.release());
+            },
+            [](const void*, const block_shape&, block_id, const channel_importance&) { return 1.0; }};
+        plan_widths = widths;
+        table.plans = &plans;
+    }
+    held_format(const held_format& other)
+        : format_record(),
+          blocks(other.blocks),
+          table(other.table),
+          held_name(other.held_name),
+          plan(other.plan),
+          plan_widths(other.plan_widths) {
+        functions = &table;
+        scheme = this;
+        name = held_name.c_str();
+        has_fingerprint = other.has_fingerprint;
+        fingerprint = other.fingerprint;
+        destroy = other.destroy;
     }
 
 private:
@@ -145,7 +183,9 @@ private:
         if (i == list_.size()) {
             host_blocks blocks = k.blocks[at];
             if (state != k.fingerprints[at]) blocks.dequantize = nullptr;  // it takes a plan or matrices
-            list_.push_back(format(new held_format(window_, role_, name, blocks, state)));
+            auto made = std::make_unique<held_format>(window_, role_, name, blocks, state);
+            if (role_ == tensor::key && g.plans.takes(kind)) made->take_plans(k.plan_widths);
+            list_.push_back(format(made.release()));
         }
         return i;
     }
@@ -196,6 +236,8 @@ public:
                  .preallocate = byte_budget != page_pool::no_budget,
                  .rotary = o.rotary,
                  .repack = 0.0f,
+                 .statistics = o.statistics,
+                 .statistics_tokens = o.statistics_tokens,
                  .snapshots = o.snapshots,
                  .memory = memory}};
     }

@@ -15,26 +15,15 @@
 
 #include "../../cache/layers.hpp"
 #include "../../format/format_names.hpp"
+#include "../layout/window_columns.hpp"
 #include "cache_options.hpp"
+#include "group_formats.hpp"
 #include "moved_runs.hpp"
 #include "resident_pages.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-/// Of keys made from statistics, and of rotations of K and V: [layers] of columns and [layers] of rows.
-struct device_keys {
-    device_memory plans, feedback, rotations[2];
-    std::uint64_t fingerprints[2] = {};
-    /// Of both.
-    std::uint64_t fingerprint() const noexcept {
-        return fingerprints[0] ^ fingerprints[1] * 0x9e3779b97f4a7c15u;
-    }
-    std::size_t bytes() const noexcept {
-        return plans.bytes() + feedback.bytes() + rotations[0].bytes() + rotations[1].bytes();
-    }
-};
-
-struct layer_group {
+struct layer_group : group_formats {
     /// Pages to quantize from 16-bit values, in the lists of a prompt: first those that stood in the window,
     /// then those of the scratch.
     struct prompt_jobs {
@@ -56,6 +45,8 @@ struct layer_group {
         prompt_jobs jobs;
         layer_memory staging;
         long long* slot_list = nullptr;
+        int plan = -1;           // number of the plan that the prompt makes
+        int planned_before = 0;  // tokens that it has before it
         // Of latents: all pages that are in 16 bit while the prompt attends, one after the other in the
         // scratch. Those before its first page are copied from these pages of the window.
         std::vector<int> run_before;
@@ -72,12 +63,11 @@ struct layer_group {
 
     std::vector<int> members;  // layers of the cache
     cache_shape shape;         // layers: so many
-    device_format format;
     device_geometry geometry;
     int columns = 0, sink_columns = 0;
     int target = 0;                       // format of the first pages of new sequences
     std::vector<device_pages> quantized;  // by format
-    std::vector<device_keys> keys;
+    key_plans plans;
     device_pages window, sinks;
     int host_pages = 0;  // pages of the first target, all in host memory; 0: in device memory
     resident_pages resident;
@@ -97,7 +87,6 @@ struct layer_group {
     std::span<const tensor> tensors() const noexcept {
         return common::tensors_of((*list)[static_cast<std::size_t>(members[0])]);
     }
-    int kinds() const noexcept { return static_cast<int>(format.kinds.size()); }
     int batch() const noexcept { return options->max_batch; }
     int tokens_at(int b) const noexcept { return b; }
     int committed_at(int b) const noexcept { return batch() + b; }
@@ -105,8 +94,9 @@ struct layer_group {
     int end_at(int f, int b) const noexcept { return (3 + 2 * f) * batch() + b; }
     int cut_end_at(int b) const noexcept { return (2 + 2 * kinds()) * batch() + b; }
     int skipped_at(int b) const noexcept { return (3 + 2 * kinds()) * batch() + b; }
+    int plan_at(int b) const noexcept { return (4 + 2 * kinds()) * batch() + b; }
     int table_at(int f, bool commit, int b) const noexcept {
-        return (4 + 2 * kinds()) * batch() + ((2 * f + (commit ? 1 : 0)) * batch() + b) * columns;
+        return (5 + 2 * kinds()) * batch() + ((2 * f + (commit ? 1 : 0)) * batch() + b) * columns;
     }
     /// Two words a page (page_cuts::shown).
     int shown_at(int b) const noexcept { return table_at(kinds(), false, 0) + 2 * b * columns; }
@@ -120,7 +110,14 @@ struct layer_group {
     int list_at(bool to) const noexcept { return generation_at(host_pages) + (to ? columns : 0); }
     int counts_at(int b) const noexcept { return list_at(false) + 2 * columns + b; }
     int path_at(int b) const noexcept { return counts_at(batch()) + b * options->draft_tokens; }
-    int not_finite_at(int member) const noexcept { return path_at(batch()) + member; }
+    /// Pages of the first tokens, whose keys a plan is made of: those of the window, those of sinks.
+    int planned_at(bool of_sinks) const noexcept {
+        return path_at(batch()) + (of_sinks ? planned_pages(false) : 0);
+    }
+    int planned_pages(bool of_sinks) const noexcept {
+        return of_sinks ? geometry.sink_pages(plans.tokens) : geometry.pages(plans.tokens);
+    }
+    int not_finite_at(int member) const noexcept { return planned_at(true) + planned_pages(true) + member; }
     /// Of a prompt: tokens and quantized pages before it, 0, new tokens; the tokens that queries of latents
     /// see (cache::prefill). Then the table of a run: page i is page i.
     int prompt_at() const noexcept { return not_finite_at(shape.layers); }
@@ -129,9 +126,10 @@ struct layer_group {
     int run_at(int i) const noexcept { return prompt_at() + prompt_words + i; }
     /// Could be more than an int holds.
     long long word_count() const noexcept {
-        return static_cast<long long>(batch()) * (5 + 2 * kinds() + (2LL * kinds() + 2) * columns +
+        return static_cast<long long>(batch()) * (6 + 2 * kinds() + (2LL * kinds() + 2) * columns +
                                                   geometry.ring + sink_columns + options->draft_tokens) +
-               (format.latent ? 3LL : 2LL) * columns + shape.layers + prompt_words + host_pages;
+               (format.latent ? 3LL : 2LL) * columns + shape.layers + prompt_words + host_pages +
+               planned_pages(false) + planned_pages(true);
     }
 
     /// As the device has rows: are pages of them cut, does one have pages of a format?
@@ -171,10 +169,11 @@ struct layer_group {
         }
         put(to, cut_end_at(b), 0);
         put(to, skipped_at(b), 0);
+        put(to, plan_at(b), 0);
     }
     /// The sequence grows; what its row does not say yet is sent. Pages are there (ensure_free).
     void grow_row(int b, sequence_id id, std::uint64_t version, sequence_pages& s, int new_tokens, bool draft,
-                  word_writer& to) {
+                  word_writer& to, bool prompt = false) {
         row& r = rows[static_cast<std::size_t>(b)];
         const bool known = r.id == id && r.version == version;
         const int before = s.committed(), gone = s.gone(),
@@ -197,7 +196,7 @@ struct layer_group {
         if (draft)
             s.draft(new_tokens, geometry, pools_of(s));
         else
-            s.grow(new_tokens, geometry, pools_of(s));
+            s.grow(new_tokens, geometry, pools_of(s), prompt);
         const int from = known ? r.pages : 0, end = s.committed();
         const auto number = [&](int i, int f) {
             return s.format_of(i) == f ? s.quantized_page(i)->number : -1;
@@ -213,6 +212,11 @@ struct layer_group {
             }
             for (int i = from; i < end; ++i)
                 put(to, table_at(f, true, b) + i, i >= before ? number(i, f) : -1);
+            // Pages that wait for a plan: the kernel finds them due.
+            for (int i = end; plans.tokens > 0 && i < committed_pages(after - geometry.sinks, geometry.recent,
+                                                                      geometry.page_tokens);
+                 ++i)
+                put(to, table_at(f, true, b) + i, -1);
         }
         if (!known || from < end)
             for (int f = 0; f < kinds(); ++f) {
@@ -231,6 +235,7 @@ struct layer_group {
             put(to, sinks_at(b) + static_cast<int>(i), s.sinks[i]->number);
         put(to, tokens_at(b), after);
         put(to, committed_at(b), s.first_in_16_bit());
+        put(to, plan_at(b), s.plan ? s.plan->number : 0);
         r = {id, version, end, gone};
     }
 
@@ -250,7 +255,7 @@ struct layer_group {
     /// one layer's scratch and are quantized from there, in one launch for all of them. Pages and scratch are
     /// there.
     prompt_slots begin_prompt(sequence_id id, std::uint64_t version, sequence_pages& s, int new_tokens,
-                              std::byte* scratch, long long* slot_list, word_writer& to) {
+                              std::byte* scratch, long long* slot_list, bool plans_keys, word_writer& to) {
         const page_run staged = staged_pages(s, new_tokens);
         const int before = s.paged_tokens(geometry), first_new = s.pages(), kept = staged.end;
         new_step();
@@ -274,7 +279,12 @@ struct layer_group {
             now.run_slots = slot_list + new_tokens;
             for (; run_named < now.run_pages; ++run_named) send(to, run_at(run_named), run_named);
         }
-        grow_row(0, id, version, s, new_tokens, false, to);
+        now.planned_before = s.tokens();
+        if (plans_keys) {
+            send_planned(s, now.planned_before, to);
+            now.plan = s.plan->number;
+        }
+        grow_row(0, id, version, s, new_tokens, false, to, true);
         // What is quantized from where.
         const int due = s.committed();
         std::vector<int> numbers;
@@ -298,6 +308,24 @@ struct layer_group {
                 geometry.page_tokens, geometry.ring, words + window_at(0),
                 words + sinks_at(0),  slot_list};
     }
+    /// Says where the first n tokens of a sequence are, which has no quantized page.
+    void send_planned(const sequence_pages& s, int n, word_writer& to) const noexcept {
+        for (int i = 0; i < geometry.pages(common::smaller(n, plans.tokens)); ++i)
+            send(to, planned_at(false) + i, s.window_page(i)->number);
+        for (int i = 0; i < geometry.sink_pages(common::smaller(n, plans.tokens)); ++i)
+            send(to, planned_at(true) + i, s.sinks[static_cast<std::size_t>(i)]->number);
+    }
+    /// Plans of a layer's keys: of the first tokens in pages, and of rows behind them.
+    status plan_layer(int member, int plan, int before, const input_rows& opened, const input_rows& behind,
+                      cudaStream_t stream) const {
+        const plan_source from{plans.tokens, before, words + planned_at(false), words + planned_at(true),
+                               opened,       behind};
+        status s;
+        for (int f = 0; f < kinds() && s; ++f)
+            if (plans.takes(f))
+                s = format.functions->plan_keys(view(member, 0), f, from, plans.of(member, plan, f), stream);
+        return s;
+    }
     /// Where the tokens of a prompt go in the run, and in sinks.
     prompt_slots run_slots(prompt_slots of) const noexcept {
         of.ranges.staged = of.ranges.open;
@@ -318,57 +346,9 @@ struct layer_group {
     sequence_pools pools_of(const sequence_pages& s) const noexcept {
         return {quantized[static_cast<std::size_t>(s.target())].pages(), window.pages(), sinks.pages()};
     }
-    /// Does going from one format to another make pages smaller, and neither K nor V larger?
-    bool shrinks(int from, int to) const noexcept {
-        const device_format::kind &a = format.kinds[static_cast<std::size_t>(from)],
-                                  &b = format.kinds[static_cast<std::size_t>(to)];
-        return b.key_block <= a.key_block && b.value_block <= a.value_block &&
-               b.key_block + b.value_block < a.key_block + a.value_block;
-    }
-    /// The tensors that stay as they are when a page goes from one format to another.
-    kept_tensors kept(int from, int to) const noexcept {
-        kept_tensors k = format.same_schemes(from, to);
-        const auto same_state = [&](tensor role) {
-            const auto at = static_cast<std::size_t>(role);
-            return keys[static_cast<std::size_t>(from)].fingerprints[at] ==
-                   keys[static_cast<std::size_t>(to)].fingerprints[at];
-        };
-        k.keys = k.keys && same_state(tensor::key);
-        k.values = k.values && same_state(tensor::value);
-        return k;
-    }
-    /// Has a format the tensors that a name of requantize_request::format names?
-    bool is_named(int kind, std::string_view name) const noexcept {
-        const device_format::kind& k = format.kinds[static_cast<std::size_t>(kind)];
-        const std::size_t cut = name.find('/');
-        const std::string_view of_keys = name.substr(0, cut),
-                               of_values = cut == name.npos ? name : name.substr(cut + 1);
-        const auto has = [](const std::vector<std::string>& names, std::string_view wanted) {
-            return wanted.empty() || std::ranges::find(names, wanted) != names.end();
-        };
-        if (of_keys.empty() && (of_values.empty() || format.latent)) return false;
-        return has(k.key_names, of_keys) && has(k.value_names, of_values);
-    }
-    bool has_named(std::string_view name) const noexcept {
-        for (int f = 0; f < kinds(); ++f)
-            if (is_named(f, name)) return true;
-        return false;
-    }
-    /// The format that a page of format `from` gets with such a name; -1: there is none.
-    int target_of(int from, std::string_view name) const noexcept {
-        const std::size_t cut = name.find('/');
-        const bool keeps_keys = cut == 0, keeps_values = cut != name.npos && cut + 1 == name.size();
-        for (int f = 0; f < kinds(); ++f) {
-            const kept_tensors same = f == from ? kept_tensors{true, true} : kept(from, f);
-            if (is_named(f, name) && (!keeps_keys || same.keys) &&
-                (!keeps_values || same.values || format.latent))
-                return f;
-        }
-        return -1;
-    }
     /// Changes when pages have moved.
     std::uint64_t generation() const noexcept {
-        std::uint64_t moved = window.generation() + sinks.generation();
+        std::uint64_t moved = window.generation() + sinks.generation() + plans.pages.generation();
         for (const device_pages& p : quantized) moved += p.generation();
         return moved;
     }
@@ -407,7 +387,14 @@ struct layer_group {
                               words + first_at(f, 0),
                               words + end_at(f, 0),
                               of_layer(of.plans, static_cast<const std::uint16_t*>(nullptr)),
+                              nullptr,
+                              0,
                               of_layer(of.feedback, static_cast<const float*>(nullptr))};
+            if (plans.takes(f)) {
+                v.quantized[f].key_plans = plans.of(member, 0, f);
+                v.quantized[f].plan_numbers = words + plan_at(0);
+                v.quantized[f].plan_words = plans.words();
+            }
             for (int role = 0; role < 2; ++role)
                 if (const auto& all = of.rotations[role]; all.bytes() > 0) {
                     const std::size_t half = all.bytes() / sizeof(float) / 2,
@@ -436,6 +423,16 @@ struct layer_group {
         v.recent = geometry.recent;
         v.not_finite = reinterpret_cast<unsigned*>(const_cast<int*>(words)) + not_finite_at(member);
         return run < 0 ? v : runs.view(v, run, before_prompt);
+    }
+    /// No rows: pages whose keys have this plan, or even widths.
+    layer_view view_of_plan(int member, const page_ref& plan) const noexcept {
+        layer_view v = view(member, 0);
+        for (int f = 0; f < kinds(); ++f)
+            if (plans.takes(f)) {
+                v.quantized[f].key_plans = plans.of(member, (plan ? plan : plans.even)->number, f);
+                v.quantized[f].plan_numbers = nullptr;
+            }
+        return v;
     }
     /// The sequence of a prompt as it was before it. Pages of its tokens are named already: lengths hide
     /// them.
@@ -583,7 +580,9 @@ struct layer_group {
             return format.functions->requantize(l, -1, pages, to, {}, words + list_at(false) + first,
                                                 words + list_at(true) + first, count, stream);
         };
-        status s = store(l.sinks, true, 0, r.open);
+        status s;
+        if (now.plan >= 0) s = plan_layer(member, now.plan, now.planned_before, opened, k, stream);
+        if (s) s = store(l.sinks, true, 0, r.open);
         // A page that was being filled, before its column takes another one.
         if (s) s = store(l.window, false, r.open, now.opened);
         if (s) s = quantize(l.window, now.jobs.before);

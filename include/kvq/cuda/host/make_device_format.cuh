@@ -27,7 +27,7 @@
 #include "../store/keep_tokens.cuh"
 #include "../store/state_snapshots.cuh"
 #include "../store/store_new_tokens.cuh"
-#include "device_format.hpp"
+#include "make_key_plans.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -157,6 +157,8 @@ struct device_table {
         const layer_view::part& p = l.quantized[number];
         auto c = ref<Pair>(l, p.pages, table, l.columns, l.first_token);
         c.key_plans = p.key_plans;
+        c.plan_numbers = p.plan_numbers;
+        c.plan_words = p.plan_words;
         c.key_feedback = p.key_feedback;
         c.head_tables = l.head_tables;
         for (const tensor role : {tensor::key, tensor::value})
@@ -193,6 +195,7 @@ struct device_table {
         else
             return no_lists<Pairs...>;
     }();
+    using plans = key_plan_functions<window_pair, sinks_pair, T, Pairs...>;
     using numbers = std::make_integer_sequence<int, static_cast<int>(sizeof...(Pairs))>;
     using mix_type = decltype(mix(std::declval<const layer_view&>(), numbers{}));
 
@@ -455,37 +458,6 @@ struct device_table {
         else
             return attend_workspace_bytes<mix_type, T, Score>(q_heads, query_tokens);
     }
-    static key_state make_keys(int number, const calibration& statistics) {
-        key_state state;
-        const cache_shape& shape = statistics.shape();
-        const auto make = [&]<class Pair>() {
-            using K = typename Pair::keys;
-            if constexpr (!latent && !index && std::is_constructible_v<K, const calibration&>) {
-                const K keys(statistics);
-                const auto blocks = static_cast<std::size_t>(shape.layers * shape.kv_heads);
-                if constexpr (codec<K>.several_widths()) {
-                    state.fingerprint = keys.fingerprint();
-                    state.plans.resize(blocks * key_plan_words<Pair>);
-                    for (int layer = 0; layer < shape.layers; ++layer)
-                        write_key_plan<Pair>(*keys.plan(), layer,
-                                             &state.plans[static_cast<std::size_t>(layer * shape.kv_heads) *
-                                                          key_plan_words<Pair>]);
-                }
-                if constexpr (requires { keys.encoder.matrices; })
-                    if (keys.encoder.matrices) {
-                        constexpr std::size_t matrix = static_cast<std::size_t>(head_dim) * head_dim;
-                        state.feedback.resize(blocks * matrix);
-                        for (int layer = 0; layer < shape.layers; ++layer)
-                            write_key_feedback<Pair>(
-                                *keys.encoder.matrices, layer,
-                                &state.feedback[static_cast<std::size_t>(layer * shape.kv_heads) * matrix]);
-                    }
-            }
-        };
-        int i = 0;
-        ((i++ == number ? make.template operator()<Pairs>() : void()), ...);
-        return state;
-    }
     static std::uint64_t rotated_fingerprint(int number, tensor role, std::uint64_t rotation) {
         std::uint64_t fingerprint = 0;
         const auto ask = [&]<class S>(std::type_identity<S>) {
@@ -530,7 +502,9 @@ struct device_table {
                                                 &select_workspace_bytes,
                                                 &page_selection_bytes,
                                                 &check_selection,
-                                                &make_keys,
+                                                &plans::make_keys,
+                                                &plans::plan,
+                                                &plans::even_plan,
                                                 &rotated_fingerprint};
 };
 
@@ -570,6 +544,8 @@ device_format make_scored_format() {
             {detail::scheme_fingerprint<typename Pair::keys>(),
              detail::scheme_fingerprint<typename Pair::values>()},
             table::latent ? detail::code_bits_of<typename Pair::keys>() : 0,
+            table::plans::template words<Pair>,
+            table::plans::template widths<Pair>,
             detail::parameters_of<Pair>(),
             detail::no_estimate<Pair>,
             {detail::host_blocks_of<tensor::key, Pair>(), detail::host_blocks_of<tensor::value, Pair>()}};

@@ -20,6 +20,7 @@
 #include "../../cache/sequence_access.hpp"
 #include "../../cache/window.hpp"
 #include "cache.hpp"
+#include "offload_plans.hpp"
 #include "offload_state.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -163,6 +164,7 @@ struct cache_access {
         const page_table* from;
         int targets[2];
         resource_vector<page_span> spans;
+        kvq::format plan;  // of keys to come
     };
 
     static status offload(const cache& gpu, sequence_id id, sequence& to, cudaStream_t stream) {
@@ -180,6 +182,8 @@ struct cache_access {
         if (status s = gpu.check_whole(std::span(&id, 1)); !s) return s;
         if (const int shared = gpu.waiting(); shared > 0)
             return bad_value("%d layers share the keys of a prompt and have not attended to it", shared);
+        // No page of the CPU waits for a plan that can be made. The tokens stay as they are.
+        if (status s = const_cast<cache&>(gpu).settle(std::span(&id, 1), stream); !s) return s;
         // All layers are made before the sequence gets any.
         std::vector<made_layer> made;
         page_pool scratch(cpu.pool().memory());
@@ -209,6 +213,7 @@ struct cache_access {
             table.copies_from = m.from->copies_from;
             table.rearranged = m.from->rearranged;
             table.freed = m.from->freed;
+            table.plan = m.plan;
             for (int role = 0; role < 2; ++role)
                 if (m.targets[role] >= 0) table.targets[role] = m.targets[role];
         }
@@ -237,13 +242,18 @@ struct cache_access {
         if (!listed(s.target())) return unknown(gpu, s.target());
         for (int i = s.gone(); i < s.committed(); ++i)
             if (!listed(s.format_of(i))) return unknown(gpu, s.format_of(i));
-        status result;
+        moved_plans plans;
+        status result = plans.fetch(
+            gpu, s.plan,
+            [&](int f) { return formats[0][f] < 0 ? kvq::format() : cpu.table(tensor::key)[formats[0][f]]; },
+            stream);
         for (int member = 0; member < gpu.shape.layers && result; ++member) {
             const int layer = gpu.members[static_cast<std::size_t>(member)];
             made.push_back({layer,
                             &table,
                             {formats[0][s.target()], formats[1][s.target()]},
-                            resource_vector<page_span>(cpu.pool().memory())});
+                            resource_vector<page_span>(cpu.pool().memory()),
+                            plans.of(member, s.target())});
             resource_vector<page_span>& spans = made.back().spans;
             spans.reserve(common::table_capacity(static_cast<std::size_t>(table.size() + table.freed)));
             const auto get = [&](page& p, const device_pages& pool, tensor role, int number) {
@@ -297,6 +307,7 @@ struct cache_access {
                         span.pages[at] =
                             cpu.pool().allocate(pool.memory().page_bytes(role), formats[at][f], own->tokens);
                         get(*span.pages[at], pool, role, own->number);
+                        if (role == tensor::key) span.pages[at]->plan = plans.of(member, f);
                         if (copied != nullptr)
                             span.copies[at] =
                                 window_page(gpu.window, std::span(&copied, 1), role, from.tokens, from.room);
@@ -331,6 +342,7 @@ struct cache_access {
         std::vector<int> formats;  // by span, of committed pages
         std::vector<int> first;    // likewise: the first span that shows the same pages in all layers
         std::vector<char> copied;  // spans with 16-bit copies in all layers
+        moved_plans plans;
     };
     static status plan_group(const resource_vector<page_table>& tables, const kvq::cache& cpu, cache& gpu,
                              layer_group& of, planned_group& plan, cudaStream_t stream) {
@@ -339,11 +351,6 @@ struct cache_access {
         sequence_pages& s = plan.pages;
         const int target = gpu_format(cpu, of, first.targets[0], first.targets[1]);
         if (target < 0) return no_format(cpu, of, first.targets[0], first.targets[1]);
-        if (first.due(first.tokens, g) > first.committed)
-            return bad_value(
-                "layer %d: %d tokens wait in 16 bit for the plan of their sequence, which the device does "
-                "not make: key_statistics::off",
-                of.members[0], first.tokens);
         s.set_target(target);
         s.table.committed = first.committed;
         for (const page_span& span : first.spans)
@@ -357,8 +364,10 @@ struct cache_access {
             plan.first.push_back(i < first.committed && !first[i].sinks
                                      ? known.emplace(first[i].pages[0].get(), i).first->second
                                      : i);
-        for (const int layer : of.members) {
+        for (int member = 0; member < of.shape.layers; ++member) {
+            const int layer = of.members[static_cast<std::size_t>(member)];
             const page_table& table = tables[static_cast<std::size_t>(layer)];
+            if (status r = plan.plans.add(of, member, target, table.plan, false, layer); !r) return r;
             bool same = table.tokens == first.tokens && table.committed == first.committed &&
                         table.targets[0] == first.targets[0] &&
                         (of.format.latent || table.targets[1] == first.targets[1]) &&
@@ -377,13 +386,10 @@ struct cache_access {
                 if (committed && !span.sinks) {
                     const int keys = span.pages[0]->format,
                               values = of.format.latent ? 0 : span.pages[1]->format;
-                    if (span.pages[0]->plan)
-                        return bad_value(
-                            "layer %d: keys from token %d on have a plan of their sequence, the "
-                            "device reads one plan per cache: key_statistics::off",
-                            layer, span.first_token);
                     format = gpu_format(cpu, of, keys, values);
                     if (format < 0) return no_format(cpu, of, keys, values);
+                    if (status r = plan.plans.add(of, member, format, span.pages[0]->plan, true, layer); !r)
+                        return r;
                 }
                 if (layer == of.members[0]) plan.formats[at] = format;
                 same = plan.formats[at] == format && span.first_token == of_first.first_token &&
@@ -406,6 +412,11 @@ struct cache_access {
         if (pages > of.columns)
             return bad_value("a sequence of %d tokens in %d pages, but max_tokens is %d and cut_pages %d",
                              first.tokens, pages, gpu.options_.max_tokens, gpu.options_.cut_pages);
+        if (pages - s.committed() > g.ring)
+            return bad_value(
+                "layer %d: %d tokens in 16 bit are more than the window has, where keys wait for a plan or "
+                "are held",
+                of.members[0], first.tokens);
         std::vector<int> wanted(of.quantized.size(), 0);
         int in_window = 0;
         for (int i = s.gone(); i < pages; ++i) {
@@ -415,6 +426,8 @@ struct cache_access {
                 ++wanted[static_cast<std::size_t>(plan.formats[at])];
             in_window += i >= s.committed() || plan.copied[at];
         }
+        if (plan.plans.any())
+            if (status r = of.plans.pages.ensure(1, gpu.options_.growing, stream); !r) return r;
         return of.ensure_free(wanted, in_window, g.sink_pages(first.tokens), stream);
     }
     static void take_pages(layer_group& of, planned_group& plan) {
@@ -471,6 +484,10 @@ struct cache_access {
         const sequence_id id = fresh.id;
         for (std::size_t i = 0; i < plans.size(); ++i) {
             take_pages(gpu.groups_[i], plans[i]);
+            if (plans[i].plans.any()) {
+                page_ref& plan = plans[i].pages.plan = gpu.groups_[i].plans.pages.pages().take();
+                if (status s = plans[i].plans.send(gpu.groups_[i], plan->number, stream); !s) return s;
+            }
             gpu.entry_of(id).pages[i] = plans[i].pages;
         }
         page_pool scratch(cpu.pool().memory());

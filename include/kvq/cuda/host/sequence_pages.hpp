@@ -50,6 +50,8 @@ struct sequence_pages {
     int drafted = 0;  ///< tokens behind those of the table that wait for keep(), in the window and in sinks
     std::vector<page_ref> sinks;  ///< pages of 16 tokens
     std::vector<page_ref> ahead;  ///< 16-bit pages behind those of the table, for the draft
+    /// Of keys of several widths: of all its pages, and of pages to come (group_formats.hpp). Null: none yet.
+    page_ref plan;
     /// What launches of the step still read: 16-bit pages that the last growth has committed and that are no
     /// copies, and pages that it has freed.
     struct leaving_page {
@@ -168,8 +170,16 @@ struct sequence_pages {
             missing -= table[i].copies[0] && !table.keeps_copies(table[i], tokens() + n, g, g.rollback);
         return common::larger(0, missing);
     }
-    /// n more tokens. The pools have enough free pages.
-    void grow(int n, const device_geometry& g, const sequence_pools& pools) {
+    /// Do n more tokens complete those of a plan?
+    bool completes(int n, const device_geometry& g) const noexcept {
+        return tokens() < g.commits_from && tokens() + n >= g.commits_from;
+    }
+    /// Do pages wait to be quantized that no step commits?
+    bool has_due(const device_geometry& g) const noexcept { return table.due(tokens(), g) > table.committed; }
+    /// n more tokens. The pools have enough free pages. prompt: what is due is quantized with it; in a step
+    /// that completes the tokens of a plan, nothing is.
+    void grow(int n, const device_geometry& g, const sequence_pools& pools, bool prompt = false) {
+        const bool waits = !prompt && completes(n, g);
         const int after = tokens() + n, window = pages_after(n, g) - g.ring, before_growth = table.size();
         leaving.clear();
         table.drop_copies(g, g.rollback, n);
@@ -182,7 +192,7 @@ struct sequence_pages {
             if (!s.sinks && pages() >= window) s.pages[0] = next_window_page(g, pools);
         });
         leaving.clear();
-        const int due = table.due(after, g);
+        const int due = waits ? table.committed : table.due(after, g);
         for (int i = table.committed; i < due; ++i) {
             if (table[i].sinks) continue;
             page_ref quantized;
@@ -245,6 +255,25 @@ struct sequence_pages {
         if (table.size() == sink_spans()) table.freed = gone_pages = 0;  // pages begin again behind the sinks
         release_unused(g);
         if (!moved.empty()) find_moved();
+        forget_plan(g);
+    }
+    /// Behind a trim: a plan that no page has is made again.
+    void forget_plan(const device_geometry& g) noexcept {
+        if (tokens() >= g.commits_from) return;
+        for (int i = 0; i < table.committed; ++i)
+            if (table[i].pages[0] && table[i].pages[0]->format != 0) return;
+        plan = {};
+    }
+    /// The pages that has_due() finds have been quantized, in order.
+    void commit_due(const device_geometry& g, std::vector<page_ref>& quantized) noexcept {
+        const int due = table.due(tokens(), g);
+        auto next = quantized.begin();
+        for (int i = table.committed; i < due; ++i) {
+            if (table[i].sinks) continue;
+            (void)table.commit_page(i, 0, std::move(*next++), tokens(), g, g.rollback);
+        }
+        table.committed = due;
+        leaving.clear();
     }
 
     /// Adds the 16-bit pages to a report. They are of this sequence alone, but for those of layers with cross

@@ -68,9 +68,10 @@ concept divides_blocks = requires(const std::byte* block) {
     Pair::number(block, 0, 0);
 };
 
-/// x^ of one number of a page.
+/// x^ of one number of a page. sequence: whose plan its keys have.
 template <tensor Role, class Pair>
-KVQ_HD float read_value(const cache_ref<Pair>& cache, int page, int head, int token, int channel) noexcept {
+KVQ_HD float read_value(const cache_ref<Pair>& cache, int page, int head, int token, int channel,
+                        [[maybe_unused]] int sequence = 0) noexcept {
     using S = scheme_of<Role, Pair>;
     constexpr block_shape shape = shape_of<Role, Pair>;
     const std::byte* const block = cache.template block<Role>(page, head);
@@ -79,7 +80,7 @@ KVQ_HD float read_value(const cache_ref<Pair>& cache, int page, int head, int to
     } else if constexpr (read_by_numbers<S>) {
         return own_scheme<Role>(cache).device_value(shape, block, token, channel);
     } else if constexpr (codec<S>.several_widths()) {
-        const std::uint16_t* const plan = cache.key_plan(head);
+        const std::uint16_t* const plan = cache.key_plan(sequence, head);
         return S::value(shape, quads_of<S, shape.dim>(plan), block, token,
                         plan == nullptr ? channel : static_cast<int>(plan[channel]));
     } else {

@@ -222,6 +222,10 @@ struct cache_ref {
     /// Keys of mixed widths: orders and widths of this layer's heads in device memory, see write_key_plan().
     /// Null: without a plan.
     const std::uint16_t* key_plans = nullptr;
+    /// Of several plans: the number of each sequence's, [sequences] in device memory, and the 16-bit numbers
+    /// from one to the next. Null: all sequences have the first one.
+    const int* plan_numbers = nullptr;
+    int plan_words = 0;
     /// Coding keys with error_feedback: [kv_heads][head_dim][head_dim] of this layer in device memory, see
     /// write_key_feedback(). Null: the encoder has no matrices.
     const float* key_feedback = nullptr;
@@ -254,9 +258,20 @@ struct cache_ref {
         return static_cast<std::size_t>(sequence) * static_cast<std::size_t>(table_columns) +
                static_cast<std::size_t>(column);
     }
-    /// The plan of a head, or null.
-    KVQ_HD const std::uint16_t* key_plan(int head) const noexcept {
-        return key_plans == nullptr ? nullptr : key_plans + head * key_plan_words<Pair>;
+    /// The plan of a head of a sequence, or null.
+    KVQ_HD const std::uint16_t* key_plan(int sequence, int head) const noexcept {
+        if (key_plans == nullptr) return nullptr;
+        const std::size_t first = plan_numbers == nullptr ? 0
+                                                          : static_cast<std::size_t>(plan_numbers[sequence]) *
+                                                                static_cast<std::size_t>(plan_words);
+        return key_plans + first + head * key_plan_words<Pair>;
+    }
+    /// The same pages with the plan of this sequence alone.
+    KVQ_HD cache_ref of_plan(int sequence) const noexcept {
+        cache_ref one = *this;
+        one.key_plans = key_plan(sequence, 0);
+        one.plan_numbers = nullptr;
+        return one;
     }
     KVQ_HD std::byte* key_block(int page, int head) const noexcept {
         return key_pages + static_cast<std::size_t>(page) * key_page_bytes +
@@ -290,9 +305,9 @@ template <class To, class Pair>
 cache_ref<To> as_pair(const cache_ref<Pair>& c) noexcept {
     static_assert(To::key_block_bytes == Pair::key_block_bytes &&
                   To::value_block_bytes == Pair::value_block_bytes);
-    cache_ref<To> to{c.key_pages,   c.value_pages, c.key_page_bytes, c.value_page_bytes,
-                     c.block_table, c.tokens,      c.sequences,      c.table_columns,
-                     c.kv_heads,    c.first_token, c.key_plans,      c.key_feedback};
+    cache_ref<To> to{c.key_pages, c.value_pages,  c.key_page_bytes, c.value_page_bytes, c.block_table,
+                     c.tokens,    c.sequences,    c.table_columns,  c.kv_heads,         c.first_token,
+                     c.key_plans, c.plan_numbers, c.plan_words,     c.key_feedback};
     to.head_tables = c.head_tables;
     if constexpr (read_by_numbers<typename Pair::keys>) to.own_keys.scheme = c.own_keys.scheme;
     if constexpr (read_by_numbers<typename Pair::values>) to.own_values.scheme = c.own_values.scheme;

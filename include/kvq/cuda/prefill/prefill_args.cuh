@@ -185,7 +185,7 @@ __device__ __forceinline__ void find_order(const Args& a, prefill_block& block) 
             if constexpr (codec<typename Part::pair_type::keys>.several_widths()) {
                 const token_range range = held_tokens(part, block.sequence, block.history, a.recent);
                 if (block.order == nullptr && range.first < range.end)
-                    block.order = part.cache.key_plan(block.kv_head);
+                    block.order = part.cache.key_plan(block.sequence, block.kv_head);
             }
         });
 }

@@ -48,10 +48,10 @@ struct mixed_cells {
         int at = -1;                  // the place in the tile, where it is another one
         bool two_planes = false;      // has a code of the warp's cells two?
 
-        __device__ __forceinline__ lane_channel(const cache_ref<Pair>& cache, int head, int warp, int lane,
-                                                const std::uint16_t* order) {
+        __device__ __forceinline__ lane_channel(const cache_ref<Pair>& cache, int sequence, int head,
+                                                int warp, int lane, const std::uint16_t* order) {
             place = cells::column(warp) + lane;
-            const std::uint16_t* const plan = cache.key_plan(head);
+            const std::uint16_t* const plan = cache.key_plan(sequence, head);
             if (plan != order) {
                 int channel = place;
                 if (plan != nullptr)

@@ -181,12 +181,12 @@ struct mma_rows {
         const blocks_in_memory<tensor::value, pair> values_of{&part.cache, block.kv_head};
         using key_cells_type = warp_cells<tensor::key, pair, tile, Dim, has_widths<Args>>;
         if constexpr (shape::large) return large_pages(part, range, sinks, keys_of, values_of, page_at);
-        const typename key_cells_type::lane_channel channel(part.cache, block.kv_head, warp, lane,
-                                                            has_widths<Args> ? block.order : nullptr);
+        const typename key_cells_type::lane_channel channel(part.cache, block.sequence, block.kv_head, warp,
+                                                            lane, has_widths<Args> ? block.order : nullptr);
         key_cells_type key_cells(channel);
         using value_cells_type = warp_cells<tensor::value, pair, Dim, tile, has_widths<Args>>;
-        const typename value_cells_type::lane_channel value_channel(part.cache, block.kv_head, value_warp,
-                                                                    lane);
+        const typename value_cells_type::lane_channel value_channel(part.cache, block.sequence, block.kv_head,
+                                                                    value_warp, lane);
         value_cells_type value_cells(value_channel);
         tile_tokens next = tile_tokens::of(range.first, kvq::detail::smaller(tile, range.end - range.first),
                                            page_at(range.first));
@@ -280,8 +280,8 @@ private:
 #pragma unroll 1
             for (int pass = 0; pass < shape::passes; ++pass) {
                 const int number = warp + pass * mma_warps;
-                const typename Cells::lane_channel channel(part.cache, block.kv_head, number, lane,
-                                                           has_widths<Args> ? block.order : nullptr);
+                const typename Cells::lane_channel channel(part.cache, block.sequence, block.kv_head, number,
+                                                           lane, has_widths<Args> ? block.order : nullptr);
                 Cells cells(channel);
                 cells.fetch(source, tokens, number, lane);
                 cells.store(source, keys(0), tokens, table, number, lane);

@@ -43,7 +43,7 @@ struct row_cells {
     struct lane_channel {
         float tensor_scale;
         [[no_unique_address]] std::conditional_t<key && Ordered, const std::uint16_t*, no_set> order;
-        __device__ __forceinline__ lane_channel(const cache_ref<Pair>& cache, int, int, int,
+        __device__ __forceinline__ lane_channel(const cache_ref<Pair>& cache, int, int, int, int,
                                                 [[maybe_unused]] const std::uint16_t* places = nullptr)
             : tensor_scale(detail::tensor_scale<Role>(cache)) {
             if constexpr (key && Ordered) order = places;

@@ -198,7 +198,7 @@ struct cell_batch {
     /// Nothing of a head has to be known before its pages are read.
     struct lane_channel {
         [[no_unique_address]] std::conditional_t<key && Ordered, const std::uint16_t*, no_set> order;
-        __device__ __forceinline__ lane_channel(const cache_ref<Pair>&, int, int, int,
+        __device__ __forceinline__ lane_channel(const cache_ref<Pair>&, int, int, int, int,
                                                 [[maybe_unused]] const std::uint16_t* places = nullptr) {
             if constexpr (key && Ordered) order = places;
         }

@@ -97,8 +97,8 @@ private:
         using pair = typename Part::pair_type;
         using blocks = blocks_in_slot<Role, pair>;
         const bool leads = warp == 0;
-        const typename own_cells<pair>::lane_channel channel(part.cache, block.kv_head, warp, lane,
-                                                             has_widths<Args> ? block.order : nullptr);
+        const typename own_cells<pair>::lane_channel channel(part.cache, block.sequence, block.kv_head, warp,
+                                                             lane, has_widths<Args> ? block.order : nullptr);
         const auto page_at = [&](int first) {
             return leads || !blocks::fit ? page_of_lane(part, block.sequence, first, range.end, tile, lane)
                                          : -1;

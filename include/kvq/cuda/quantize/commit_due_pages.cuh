@@ -98,6 +98,7 @@ __global__ void __launch_bounds__(page_quantizer<Quantized>::threads, page_quant
             to.key_pages = memory.key_pages;
             to.value_pages = memory.value_pages;
             to.key_plans = memory.key_plans;
+            if constexpr (codec<typename Quantized::keys>.several_widths()) to = to.of_plan(sequence);
             to.key_feedback = memory.key_feedback;
             if constexpr (has_transform<typename Quantized::keys>) to.own_keys.transform = memory.keys;
             if constexpr (has_transform<typename Quantized::values>) to.own_values.transform = memory.values;
@@ -118,6 +119,7 @@ template <class Pair>
 bool same_tables(const cache_ref<Pair>& a, const cache_ref<Pair>& b) noexcept {
     return a.block_table == b.block_table && a.tokens == b.tokens && a.sequences == b.sequences &&
            a.table_columns == b.table_columns && a.first_token == b.first_token && a.kv_heads == b.kv_heads &&
+           a.plan_numbers == b.plan_numbers && a.plan_words == b.plan_words &&
            a.key_page_bytes == b.key_page_bytes && a.value_page_bytes == b.value_page_bytes;
 }
 

@@ -338,7 +338,7 @@ __global__ void dequantize_kernel(const __grid_constant__ cache_ref<Pair> cache,
 #pragma unroll
             for (int i = 0; i < N; ++i) {
                 const int c = i * warp_size + lane;
-                x[i] = c < dim ? read_value<Role>(cache, page, head, in_page, c) : 0.0f;
+                x[i] = c < dim ? read_value<Role>(cache, page, head, in_page, c, b) : 0.0f;
             }
             if constexpr (has_transform<scheme_of<Role, Pair>>)
                 restore_row<token_channels, dim>(x, transform_of<Role>(cache), head);

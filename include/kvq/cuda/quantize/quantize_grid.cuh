@@ -68,7 +68,7 @@ public:
           token_scales_{at<float>(memory::inverse_token_scales), at<float>(memory::weights),
                         at<double>(memory::parts), at<float>(memory::token_scales)} {
         if constexpr (codec<S>.several_widths()) {
-            plan_ = target.key_plan(head);
+            plan_ = target.key_plan(0, head);
             quads_ = quads_of<S, dim>(plan_);
         }
         if constexpr (memory::feedback)

@@ -112,7 +112,7 @@ struct choice_rows {
                 if constexpr (has_transform<keys>)
                     transform_row<token_channels, dim>(y, transform_of<tensor::key>(cache), head);
                 store(of<decltype(f)::value>(a), y,
-                      codec<keys>.several_widths() ? cache.key_plan(head) : nullptr);
+                      codec<keys>.several_widths() ? cache.key_plan(sequence, head) : nullptr);
             });
         }
         __syncthreads();
@@ -131,13 +131,13 @@ __device__ __forceinline__ float full_key(const cache_ref<Pair>& cache, int page
 }
 /// x^ of a key, of mixed widths by place, behind a transform as it is stored.
 template <class Pair>
-__device__ __forceinline__ float stored_key(const cache_ref<Pair>& cache, int page, int head, int token,
-                                            int place) {
+__device__ __forceinline__ float stored_key(const cache_ref<Pair>& cache, int sequence, int page, int head,
+                                            int token, int place) {
     using S = typename inner_of<typename Pair::keys>::type;
     constexpr block_shape shape = shape_of<tensor::key, Pair>;
     const std::byte* const block = cache.key_block(page, head);
     if constexpr (codec<S>.several_widths())
-        return S::value(shape, quads_of<S, shape.dim>(cache.key_plan(head)), block, token, place);
+        return S::value(shape, quads_of<S, shape.dim>(cache.key_plan(sequence, head)), block, token, place);
     else if constexpr (read_by_numbers<S>)
         return own_scheme<tensor::key>(cache).device_value(shape, block, token, place);
     else
@@ -247,7 +247,7 @@ __device__ __forceinline__ void score_end(const Args& a, const choice_rows<Args>
                 if (number < 0) return;
                 there_is = true;
                 score_tokens(a, rows.template of<F>(a), tokens, states,
-                             [&](int t, int c) { return stored_key(cache, number, head, t, c); });
+                             [&](int t, int c) { return stored_key(cache, sequence, number, head, t, c); });
             });
             if (!there_is) score_tokens(a, rows.query, 0, states, [](int, int) { return 0.0f; });
         }
@@ -303,7 +303,7 @@ __device__ __forceinline__ void estimate_pages(const Args& a, const choice_rows<
         const auto& cache = get<F>(a.pages);
         using pair = typename std::remove_cvref_t<decltype(cache)>::pair_type;
         if constexpr (no_estimate<pair> == nullptr) {
-            const key_ranges<pair> ranges(cache, head);
+            const key_ranges<pair> ranges(cache, sequence, head);
             const int* const table = cache.block_table + cache.table_entry(sequence, 0);
             const auto estimates = [&](int r) {
                 return a.estimates + (static_cast<std::size_t>(line) * static_cast<std::size_t>(a.group) +

@@ -72,10 +72,10 @@ struct key_ranges {
     float half[mixed ? numbers : 1], middle[mixed ? numbers : 1];  // of the largest code; less that of zero
 
     /// Of all blocks of a head.
-    __device__ __forceinline__ key_ranges(const cache_ref<Pair>& cache, int head) {
+    __device__ __forceinline__ key_ranges(const cache_ref<Pair>& cache, int sequence, int head) {
         if constexpr (mixed) {
             const int lane = static_cast<int>(threadIdx.x) % warp_size;
-            const auto of_width = quads_of<S, dim>(cache.key_plan(head));
+            const auto of_width = quads_of<S, dim>(cache.key_plan(sequence, head));
 #pragma unroll
             for (int i = 0; i < numbers; ++i) {
                 const int quad = quad_channels::channel(i, lane) / 4;
