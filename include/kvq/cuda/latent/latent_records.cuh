@@ -140,24 +140,32 @@ struct record_units {
                                  __uint_as_float(x[3])});
         };
         if (reader::wide == 0 || unit < scaled_units) {
-            std::uint32_t scales[2 * vectors];
-            each_vector<vectors>(lane, [&](int first, int token, int) {
-                scales[first * vectors / 32] = load_shared_4(to + octet_offset<latent_tile>(token, 1));
-            });
-            __syncwarp();
-            each_vector<vectors>(lane, [&](int first, int token, int octet) {
-                const uint4 v = load_shared_16(to + octet_offset<latent_tile>(token, octet));
-                const std::uint32_t scale = scales[first * vectors / 32];
-                const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
-                static_for<8 / vectors>([&](auto number) {
-                    constexpr int i = decltype(number)::value;
-                    std::uint32_t own[reader::octet_words], x[4];
+            constexpr int step = 32 / vectors;  // tokens
+#pragma unroll 1
+            for (int first = 0; first < latent_tile; first += 2 * step) {
+                uint4 words[2];
+                std::uint32_t scales[2];
+                const int token = first + lane / vectors, octet = lane % vectors * (8 / vectors);
 #pragma unroll
-                    for (int k = 0; k < reader::octet_words; ++k) own[k] = words[i * reader::octet_words + k];
-                    reader::halves(x, own, reader::scale_of(scale, unit * 8 + octet + i));
-                    write(to + octet_offset<latent_tile>(token, octet + i), x);
-                });
-            });
+                for (int n = 0; n < 2; ++n) {
+                    words[n] = load_shared_16(to + octet_offset<latent_tile>(token + n * step, octet));
+                    scales[n] = load_shared_4(to + octet_offset<latent_tile>(token + n * step, 1));
+                }
+                __syncwarp();
+#pragma unroll
+                for (int n = 0; n < 2; ++n) {
+                    const std::uint32_t all[4] = {words[n].x, words[n].y, words[n].z, words[n].w};
+                    static_for<8 / vectors>([&](auto number) {
+                        constexpr int i = decltype(number)::value;
+                        std::uint32_t own[reader::octet_words], x[4];
+#pragma unroll
+                        for (int k = 0; k < reader::octet_words; ++k)
+                            own[k] = all[i * reader::octet_words + k];
+                        reader::halves(x, own, reader::scale_of(scales[n], unit * 8 + octet + i));
+                        write(to + octet_offset<latent_tile>(token + n * step, octet + i), x);
+                    });
+                }
+            }
         } else {
             each_vector<8, 4>(lane, [&](int, int token, int octet) {
                 const std::uint32_t at = to + octet_offset<latent_tile>(token, octet);
