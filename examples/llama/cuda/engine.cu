@@ -326,6 +326,7 @@ private:
         o.rollback = 0;
         o.max_batch = rounded(options_.max_batch);
         o.max_tokens = options_.max_tokens;
+        o.statistics = kvq::key_statistics::off;  // as a name without +own on the CPU
         if (!in_window) o.formats.push_back(options_.format);
         for (const format_tier& t : options_.tiers)
             if (std::find(o.formats.begin(), o.formats.end(), t.format) == o.formats.end())
