@@ -395,6 +395,8 @@ KVQ_NOINLINE void code_values(const row_pass& pass, const std::byte* pairs, int 
     using floats = typename Lanes::floats;
     const row_pass r = pass;
     [[maybe_unused]] const int next_bytes = bytes_of_128(r, Nibbles);
+    [[maybe_unused]] const std::ptrdiff_t of_next = std::ptrdiff_t{vector} * next_bytes;
+    [[maybe_unused]] int row = detail::smaller(from * V * r.tokens / 8, r.tokens - 1);
     for (int g = 0; g < groups; ++g, y += V * Lanes::width) {
         ints sum[Q][V];
         KVQ_UNROLL
@@ -406,10 +408,11 @@ KVQ_NOINLINE void code_values(const row_pass& pass, const std::byte* pairs, int 
         [[maybe_unused]] const bool prefetches = (from + g) % 2 == 0;
         const auto* w = reinterpret_cast<const std::uint32_t*>(weights.words[g]);
         for (int t = 0; t < r.tokens; t += 4, w += t % 16 == 0 ? 20 : 4) {
-            if constexpr (Nibbles) {  // all rows, in the time of all groups
-                const int row = detail::smaller(((from + g) * (r.tokens / 4) + t / 4) * V / 2, r.tokens - 1);
-                prefetch_128(r.next[row] + std::ptrdiff_t{vector} * next_bytes, next_bytes);
-            }
+            if constexpr (Nibbles)  // all rows, in the time of all groups
+                if (V == 2 || t % 8 == 0) {
+                    prefetch_128(r.next[row] + of_next, next_bytes);
+                    row += row < r.tokens - 1 ? 1 : 0;
+                }
             KVQ_UNROLL
             for (int h = 0; h < 2; ++h) {
                 ints x[2];
