@@ -192,4 +192,32 @@ TEST_CASE("rows of other systems: negative, zero and NaN scales and numbers") {
             }
 }
 
+TEST_CASE("rows of other systems: operands and weights that are NaN or huge do not reach other rows") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (const kvq::row_layout& l : kvq::row_layouts)
+        for (const auto role : {kvq::tensor::key, kvq::tensor::value})
+            for (const float bad : {std::numeric_limits<float>::quiet_NaN(), 3e38f}) {
+                problem p(random, kvq::token_rows(l), {role, random.between(1, 200), 64},
+                          random.between(2, 6), false);
+                INFO(l.name, ", ", p.shape.tokens, " tokens, ", p.n, " operands, ", bad);
+                const auto before = p.multiply(p.shape.tokens, false);
+                // An operand of one row alone.
+                const int row = random.between(0, p.n - 1);
+                p.x[static_cast<std::size_t>(row * p.shape.cols() + random.between(0, p.shape.cols() - 1))] =
+                    bad;
+                const auto after = p.multiply(p.shape.tokens, false);
+                for (int i = 0; i < p.n; ++i)
+                    for (int r = 0; r < p.shape.rows(); ++r) {
+                        const auto at = static_cast<std::size_t>(i * p.shape.rows() + r);
+                        if (i != row)
+                            REQUIRE(std::fabs(after[at] - before[at]) <=
+                                    1e-3f * std::fabs(before[at]) + 0.05f);
+                        else if (bad != bad)
+                            REQUIRE(std::isnan(after[at]));
+                    }
+            }
+}
+
 }  // namespace rows_tests
