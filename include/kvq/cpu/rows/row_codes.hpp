@@ -220,8 +220,9 @@ KVQ_NOINLINE void begin_code_operands(const code_rows& codes, const float* x, st
         const float step = detail::larger(most / code_operand_limit, 0x1p-126f);
         to.steps()[i] = step + zero;
         for (int c = 0; c < dim; c += Lanes::width) {
-            const auto whole = Lanes::multiply(Lanes::load_floats(row + c),
-                                               Lanes::splat_float(zero == 0.0f ? 1.0f / step : 0.0f));
+            const auto whole =
+                zero == 0.0f ? Lanes::multiply(Lanes::load_floats(row + c), Lanes::splat_float(1.0f / step))
+                             : Lanes::splat_float(0.0f);
             Lanes::store(reinterpret_cast<std::byte*>(row + c), Lanes::round(whole));
         }
         const auto* const whole = reinterpret_cast<const std::int32_t*>(row);
