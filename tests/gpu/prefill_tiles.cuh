@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(32)
     };
     using cells = cells_of<Role, Pair, key ? tile : dim, key ? dim : tile, strips, key ? tile : dim, false>;
     for (int i = 0; i < strips; ++i) {
-        const typename cells::lane_channel channel(cache, head, i, lane);
+        const typename cells::lane_channel channel(cache, 0, head, i, lane);
         cells own_cells(channel);
         own_cells.fetch(all, tokens, i, lane);
         own_cells.store(all, to, tokens, table, i, lane);

@@ -276,7 +276,7 @@ void check_take(test::rng& r) {
 template <class Pair>
 __global__ void estimate_kernel(const __grid_constant__ cuda::cache_ref<Pair> cache, const float* query,
                                 int rows, float* out) {
-    const cuda::detail::key_ranges<Pair> ranges(cache, 0);
+    const cuda::detail::key_ranges<Pair> ranges(cache, 0, 0);
     ranges.estimate_block(cache.key_block(0, 0), query, rows, [&](int r, float x) {
         if (threadIdx.x < 4) out[r + static_cast<int>(threadIdx.x)] = x;
     });
