@@ -21,10 +21,11 @@
 // stays the same.
 // Pages are those of a CPU cache with the same options that did the same, byte for byte, and show the same
 // tokens (sequence_pages.hpp).
-// One exception: a quantized page that is requantized to a preset is fitted anew here.
+// Two exceptions: a quantized page that is requantized to a preset is fitted anew here; a page of keys that
+// the plan of its sequence does not fit has it all the same, where the CPU takes even widths.
 // Contract: refused calls change nothing. One thread; one stream at a time. These wait for the stream: a pool
 // that grows, a prompt that is longer than all before it, steps and prompts over keys that have moved where
-// their memory grows, calibrate() and not_finite(). Nothing else does.
+// their memory grows, calibrate(), rotate(), not_finite() and fetches(). Nothing else does.
 #pragma once
 
 #include "cache_draft.hpp"
