@@ -3,7 +3,7 @@ they need, so nothing is fetched.
 
     pip wheel bindings/python                                    compiles the library with CMake: all formats, all instruction sets
     pip wheel bindings/python --config-settings=cmake.define.KVQ_LIBRARY_FORMATS=std4      options of CMake
-    pip wheel bindings/python --config-settings=library=build/src/libkvq.so                a library that is there already
+    pip wheel bindings/python --config-settings=library=$PWD/build/src/libkvq.so           a library that is there already
     python3 -m build --sdist bindings/python                     an archive with the sources of the library
 
 A wheel serves every Python 3 (the package has no extension module) on systems like the one that it was built on.
@@ -23,6 +23,7 @@ import zipfile
 HERE = pathlib.Path(__file__).resolve().parent
 IN_ARCHIVE = HERE / "sources"  # of the library, in a source archive
 ROOT = IN_ARCHIVE if IN_ARCHIVE.exists() else HERE.parents[1]
+LIBRARIES = (".so", ".dylib", ".dll")
 SOURCES = ("CMakeLists.txt", "LICENSE", "cmake", "include", "src")
 
 VERSION = ".".join(re.findall(r"#define KVQ_VERSION_\w+ (\d+)", (ROOT / "include/kvq/version.hpp").read_text()))
@@ -55,7 +56,7 @@ def _compile(folder, settings):
     subprocess.check_call(["cmake", "-S", HERE, "-B", build, "-DCMAKE_BUILD_TYPE=" + os.environ.get("CMAKE_BUILD_TYPE", "Release"), *options])
     subprocess.check_call(["cmake", "--build", build, "--parallel", str(os.cpu_count() or 1)])
     subprocess.check_call(["cmake", "--install", build, "--prefix", out, "--strip"])
-    return next(path for path in (pathlib.Path(out) / "kvq").iterdir() if path.suffix in (".so", ".dylib", ".dll"))
+    return next(path for path in (pathlib.Path(out) / "kvq").iterdir() if path.suffix in LIBRARIES)
 
 
 def _info():
@@ -83,8 +84,8 @@ def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
             raise SystemExit(f"kvq: no such setting: {key}; there are library and cmake.define.NAME")
     with tempfile.TemporaryDirectory() as folder:
         library = pathlib.Path(settings["library"]) if "library" in settings else _compile(folder, settings)
-        if not library.is_file():
-            raise SystemExit(f"kvq: no library here: {library.absolute()}")
+        if not library.is_file() or library.suffix not in LIBRARIES:
+            raise SystemExit(f"kvq: no library that Python finds ({', '.join(LIBRARIES)}) here: {library.absolute()}")
         members = {f"kvq/{path.relative_to(HERE / 'src/kvq').as_posix()}": path.read_bytes() for path in _files(HERE / "src/kvq")}
         members["kvq/libkvq" + library.suffix if library.suffix != ".dll" else "kvq/kvq.dll"] = library.read_bytes()
     members.update(_info())

@@ -68,6 +68,16 @@ class Wheel(unittest.TestCase):
             build("build_wheel", PACKAGE, self.folder, {"libary": LIBRARY})
         self.assertIn("no such setting: libary", error.exception.stderr)
 
+    def test_library_that_python_would_not_find_is_refused(self):
+        for name in ("libkvq.so", "libkvq.so.0"):
+            with self.subTest(name):
+                library = self.folder / name
+                if name.endswith("0"):
+                    library.write_bytes(b"")
+                with self.assertRaises(subprocess.CalledProcessError) as error:
+                    build("build_wheel", PACKAGE, self.folder, {"library": str(library)})
+                self.assertIn(f"here: {library}", error.exception.stderr)
+
 
 if __name__ == "__main__":
     unittest.main()
