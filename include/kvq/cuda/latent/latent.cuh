@@ -75,18 +75,20 @@ struct latent_launches_of<latent_args<First, T, Parts...>> {
     static constexpr bool values = (full_precision<typename Parts::pair_type::keys> && ...),
                           in_clusters =
                               First::value_dim == 512 && (gains<typename Parts::pair_type::keys> && ...);
-    using type = joined<
-        std::conditional_t<
-            tiles,
-            joined<std::conditional_t<in_clusters, kernel_list<latent_cluster_launch<!values, args>>,
-                                      kernel_list<>>,
+    /// For trees: with their masks, the kernel of clusters would take 6 % longer for chains too.
+    using of_trees =
+        joined<std::conditional_t<
+                   tiles,
                    joined<std::conditional_t<First::value_dim % 256 == 0,
                                              kernel_list<latent_wgmma_launch<latent_shape<64>, 32, args>>,
                                              kernel_list<>>,
                           kernel_list<latent_wgmma_launch<latent_shape<32>, 16, args>,
-                                      latent_wgmma_launch<latent_shape<16>, 0, args>>>>,
-            kernel_list<>>,
-        kernel_list<latent_plain_launch<args>>>;
+                                      latent_wgmma_launch<latent_shape<16>, 0, args>>>,
+                   kernel_list<>>,
+               kernel_list<latent_plain_launch<args>>>;
+    using type = joined<std::conditional_t<tiles && in_clusters,
+                                           kernel_list<latent_cluster_launch<!values, args>>, kernel_list<>>,
+                        of_trees>;
 };
 
 /// Where the workspace holds what, for so many query rows of a sequence.
@@ -164,14 +166,17 @@ noexcept {
     return [&]<class... Parts>(std::type_identity<mixed_cache_ref<Parts...>>) {
         using args = detail::latent_args_of<T, Parts...>;
         const int rows = detail::latent_rows(q_heads, query_tokens);
-        return detail::with_kernel(typename detail::latent_launches_of<args>::type{}, rows, [&](auto kernel) {
+        using launches = detail::latent_launches_of<args>;
+        const auto of_kernel = [&](auto kernel) {
             cudaError_t code = cudaSuccess;
             using launch = decltype(kernel);
             const detail::latent_workspace room(sequences, rows, launch::facts.query_rows, launch::cluster,
                                                 args::first_pair::value_dim, code);
             if (code != cudaSuccess) (void)cudaGetLastError();
             return code == cudaSuccess ? room.bytes : 0;
-        });
+        };
+        return kvq::detail::larger(detail::with_kernel(typename launches::type{}, rows, of_kernel),
+                                   detail::with_kernel(typename launches::of_trees{}, rows, of_kernel));
     }(std::type_identity<Mix>{});
 }
 
@@ -226,10 +231,13 @@ status attend_latents(const mixed_cache_ref<Parts...>& cache, const token_view<c
             nullptr};
     }
     (std::make_integer_sequence<int, sizeof...(Parts)>{});
-    return detail::with_kernel(
-        typename detail::latent_launches_of<args_type>::type{}, args.a.rows, [&](auto kernel) {
-            return detail::launch_latents(kernel, args, workspace, workspace_bytes, stream);
-        });
+    using launches = detail::latent_launches_of<args_type>;
+    const auto start = [&](auto kernel) {
+        return detail::launch_latents(kernel, args, workspace, workspace_bytes, stream);
+    };
+    return args.a.ancestors != nullptr
+               ? detail::with_kernel(typename launches::of_trees{}, args.a.rows, start)
+               : detail::with_kernel(typename launches::type{}, args.a.rows, start);
 }
 
 }}}  // namespace kvq::cuda

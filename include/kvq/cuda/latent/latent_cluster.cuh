@@ -9,7 +9,7 @@
 //
 // A warpgroup waits for nothing but tiles and the scores of its own rows. Lane (g, t) of warp u: rows
 // 16 u + g and + 8, columns 8 i + 2 t and the next one. Maxima as in latent_few_rows.cuh.
-// Contract: attend_latents() in latent.cuh, V = 512.
+// Contract: attend_latents() in latent.cuh, V = 512, no tree of drafts.
 #pragma once
 
 #include "latent_wgmma.cuh"
@@ -150,14 +150,15 @@ requires(Shape::cluster == 2) __device__ __forceinline__
                 const int own_lane = read_lane();
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    const int row = first_row + warp % 4 * 16 + own_lane / 4 + 8 * r;
-                    const std::uint64_t seen =
-                        note.shown() & args.seen_by(piece.sequence, piece.length, row, note.position);
+                    const int end =
+                        args.row_end(piece.length, first_row + warp % 4 * 16 + own_lane / 4 + 8 * r) -
+                        note.position;
 #pragma unroll
                     for (int i = 0; i < 8; ++i)
 #pragma unroll
                         for (int k = 0; k < 2; ++k)
-                            if ((seen >> (8 * i + own_lane % 4 * 2 + k) & 1u) == 0)
+                            if (const int token = 8 * i + own_lane % 4 * 2 + k;
+                                ((i < 4 ? note.low : note.high) >> token % 32 & 1u) == 0 || token >= end)
                                 s[4 * i + 2 * r + k] = -INFINITY;
                 }
             }
