@@ -93,7 +93,7 @@ KVQ_FUNC int cache::plan_tokens(int layer) const noexcept {
     return tokens < calibration::group ? 0 : tokens;
 }
 
-KVQ_FUNC void cache::drop_plan(int layer, int index, format plan) noexcept {
+KVQ_FUNC void cache::drop_plan(int layer, int index, const format& plan) noexcept {
     if (options_.statistics != key_statistics::shared) return;
     const std::lock_guard dropping(shared_plans_mutex_);
     const auto held = shared_plans_.find({layer, index});

@@ -119,7 +119,7 @@ public:
         return plan;
     }
     /// A step has failed that was given the shared plan: unless others have it, it is made anew.
-    void drop_plan(int layer, int index, format plan) noexcept;
+    void drop_plan(int layer, int index, const format& plan) noexcept;
     /// How keys of a layer are rotated when they move.
     const detail::rotation_table& rotations() const noexcept { return rotations_; }
     /// Adds one format. Returns its index among the listed formats, which layer_format, requantize_request

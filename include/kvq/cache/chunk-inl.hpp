@@ -84,7 +84,7 @@ KVQ_FUNC chunk::~chunk() {
     if (last_before_.pages[0]) table_->spans.back() = std::move(last_before_);
     table_->tokens = before_;
     end_lists();
-    if (plan_) cache_->drop_plan(layer_, table_->targets[0], std::move(plan_));
+    if (plan_) cache_->drop_plan(layer_, table_->targets[0], plan_);
 }
 
 KVQ_FUNC void chunk::stage() {
