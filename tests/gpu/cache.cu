@@ -2657,6 +2657,44 @@ void check_self_calibration() {
     }
 }
 
+/// Dry runs while pages wait for a plan, which requantize() and step_down() make first.
+void check_waiting_plans() {
+    both_caches c({.statistics = key_statistics::own, .statistics_tokens = 150});
+    test::rng r(11);
+    std::vector<float16> keys, values;
+    const auto ok = [](const cuda::status& s) { CHECK(s, "waiting plans: %s", s.message); };
+    for (const bool tiers : {false, true}) {
+        const cuda::sequence_id id = c.gpu.new_sequence();
+        const auto append = [&](int n) {
+            c.write(r, keys, values, n);
+            for (int l = 0; l < layers; ++l)
+                ok(c.gpu.append(l, c.rows(c.k, l, n), c.rows(c.v, l, n), c.stream));
+        };
+        ok(c.gpu.begin_prompt(id, 149, c.stream));
+        append(149);
+        ok(c.gpu.begin_step(std::span(&id, 1), 1, c.stream));
+        append(1);
+        const std::size_t before = c.gpu.bytes_in_use();
+        requantize_report plan, done;
+        const cuda::tier down[] = {{0, "low2"}};
+        if (tiers) {
+            ok(c.gpu.plan_step_down(std::span(&id, 1), down, plan));
+            CHECK(plan.bytes_before == before, "waiting plans: a dry run of %zu bytes", plan.bytes_before);
+        } else {
+            ok(c.gpu.plan_requantize(std::span(&id, 1), {.format = "low2"}, plan));
+        }
+        CHECK(c.gpu.bytes_in_use() == before, "waiting plans: a dry run has changed pages");
+        if (tiers)
+            ok(c.gpu.step_down(std::span(&id, 1), down, c.stream));
+        else
+            ok(c.gpu.requantize(std::span(&id, 1), {.format = "low2"}, c.stream, &done));
+        CHECK(c.gpu.bytes_in_use() != before && plan.bytes_after == c.gpu.bytes_in_use() &&
+                  (tiers || (plan.bytes_before == done.bytes_before && plan.bytes_peak == done.bytes_peak)),
+              "waiting plans: %zu bytes in use, not the %zu of the dry run", c.gpu.bytes_in_use(),
+              plan.bytes_after);
+    }
+}
+
 /// Plans of the sequences' own first tokens: whatever the history, the pages are those of the CPU.
 void check_own_plans(unsigned seed, const both_options& o, int steps) {
     both_caches c(o);
@@ -3000,6 +3038,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_statistics();
     check_self_calibration();
     check_other_target();
+    check_waiting_plans();
     check_own_plans(1, {.statistics = key_statistics::own, .statistics_tokens = 150}, 100);
     check_own_plans(2,
                     {.sinks = 20,

@@ -354,15 +354,6 @@ inline status cache::find_changes(std::span<const sequence_id> ids, const requan
                         changes, saved);
 }
 
-inline status cache::plan_requantize(std::span<const sequence_id> ids, const requantize_request& request,
-                                     requantize_report& report) const {
-    format_changes changes;
-    // Tables are only read.
-    if (status s = const_cast<cache&>(*this).find_changes(ids, request, changes); !s) return s;
-    report = report_of(ids, changes, bytes_in_use());
-    return {};
-}
-
 inline status cache::requantize(std::span<const sequence_id> ids, const requantize_request& request,
                                 cudaStream_t stream, requantize_report* report) {
     format_changes changes;
@@ -437,36 +428,42 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
 }
 
 /// The tables of sequences with other pages in them, of as many bytes, formats and holders, but without
-/// memory: changes are carried out on these. Then the tables are as before.
+/// memory: changes are carried out on these, what waits for a plan first. Then the tables are as before.
 struct cache::rehearsal final : page_owner {
     cache& of;
-    std::size_t in_use;
+    std::size_t in_use, most;
     std::deque<page> made;
     std::vector<page_ref> elsewhere;  // what other holders have
     std::vector<std::pair<detail::sequence_pages*, detail::sequence_pages>> before;
 
-    rehearsal(cache& c, std::span<const sequence_id> ids) : of(c), in_use(c.bytes_in_use()) {
+    explicit rehearsal(cache& c) : of(c), in_use(c.bytes_in_use()), most(in_use) {}
+    // Where memory runs out, the destructor puts the tables back that have been exchanged.
+    rehearsal(cache& c, std::span<const sequence_id> ids) : rehearsal(c) {
         std::map<const page*, page_ref> twins;
         before.reserve(ids.size() * of.groups_.size());
+        const auto exchange = [&](page_ref& p) {
+            if (!p) return;
+            page_ref& twin = twins[p.get()];
+            if (!twin) twin = make(p->format, p->bytes);
+            p = twin;
+        };
         for (const sequence_id id : ids)
             for (detail::sequence_pages& pages : of.entry_of(id).pages) {
                 detail::sequence_pages copy = pages;
-                for (page_span& span : copy.table.spans)
-                    for (page_ref* const p : {&span.pages[0], &span.copies[0]})
-                        if (*p) {
-                            page_ref& twin = twins[p->get()];
-                            if (!twin) twin = make((*p)->format, (*p)->bytes);
-                            *p = twin;
-                        }
+                for (page_span& span : copy.table.spans) {
+                    exchange(span.pages[0]);
+                    exchange(span.copies[0]);
+                }
+                for (detail::sequence_pages::leaving_page& leaving : copy.leaving) exchange(leaving.held);
                 copy.sinks.clear();
                 copy.ahead.clear();
-                copy.leaving.clear();
                 std::swap(pages, copy);
                 before.emplace_back(&pages, std::move(copy));
             }
         for (const auto& [held, twin] : twins)
             for (auto more = held->references.load() - (twin.references() - 1); more > 0; --more)
                 elsewhere.push_back(twin);
+        settle(ids);
     }
     ~rehearsal() {
         for (auto& [pages, old] : before) *pages = std::move(old);
@@ -484,6 +481,24 @@ struct cache::rehearsal final : page_owner {
     }
     void free(page* p) noexcept override { in_use -= p->bytes; }
 
+    /// As cache::settle().
+    void settle(std::span<const sequence_id> ids) {
+        for (std::size_t i = 0; i < of.groups_.size(); ++i)
+            for (const sequence_id id : ids) {
+                const detail::layer_group& g = of.groups_[i];
+                detail::sequence_pages& s = of.entry_of(id).pages[i];
+                if (g.plans.tokens == 0 || !s.has_due(g.geometry)) continue;
+                const std::size_t bytes = g.quantized[static_cast<std::size_t>(s.target())].page_bytes();
+                std::vector<page_ref> fresh;
+                for (int k = s.table.committed; k < s.table.due(s.tokens(), g.geometry); ++k) {
+                    if (s.table[k].sinks) continue;
+                    fresh.push_back(make(s.target() + 1, bytes));
+                    in_use += bytes;
+                }
+                most = common::larger(most, in_use);
+                s.commit_due(g.geometry, fresh);
+            }
+    }
     void carry_out(std::span<const sequence_id> ids, format_changes& changes) {
         for (std::size_t i = 0; i < changes.size(); ++i) {
             const detail::layer_group& g = of.groups_[i];
@@ -500,13 +515,30 @@ struct cache::rehearsal final : page_owner {
     }
 };
 
+inline status cache::plan_requantize(std::span<const sequence_id> ids, const requantize_request& request,
+                                     requantize_report& report) const {
+    cache& self = const_cast<cache&>(*this);  // its tables are as before when this ends
+    {
+        format_changes changes;
+        if (status s = self.find_changes(ids, request, changes); !s) return s;
+    }
+    rehearsal tables(self, ids);
+    format_changes changes;
+    if (status s = self.find_changes(ids, request, changes); !s) return s;
+    report = report_of(ids, changes, tables.in_use);
+    return {};
+}
+
 inline status cache::plan_step_down(std::span<const sequence_id> ids, std::span<const tier> tiers,
                                     requantize_report& report, std::size_t byte_budget) const {
     cache& self = const_cast<cache&>(*this);  // its tables are as before when this ends
     if (status s = self.check_batch(ids, false); !s) return s;
+    if (status s = check_no_draft(ids); !s) return s;
+    if (status s = check_whole(ids); !s) return s;
     requantize_report sum;
+    sum.bytes_before = bytes_in_use();
     rehearsal tables(self, ids);
-    sum.bytes_before = sum.bytes_peak = tables.in_use;
+    sum.bytes_peak = tables.most;
     status s = self.lower_pages(
         ids, tiers, byte_budget, [&] { return tables.in_use; },
         [&](format_changes& changes) {
