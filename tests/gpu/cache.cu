@@ -2715,8 +2715,10 @@ void check_own_plans(unsigned seed, const both_options& o, int steps) {
     std::vector<std::size_t> kinds;  // by sequence
     const auto write = [&](int n, std::size_t first, std::size_t sequences) {
         c.write(r, keys, values, n * static_cast<int>(sequences));
-        for (std::size_t i = 0; i < keys.size(); ++i) {
-            const std::size_t row = i / (heads * dim) % c.room / static_cast<std::size_t>(n);
+        constexpr std::size_t of_layer = both_caches::room * heads * dim;
+        for (std::size_t i = 0; i < of_layer * static_cast<std::size_t>(c.count()); ++i) {
+            const std::size_t row =
+                i % of_layer / dim / static_cast<std::size_t>(c.heads_of(static_cast<int>(i / of_layer)) * n);
             if (row < sequences && i % dim % 7 == kinds[first + row])
                 keys[i] = float16(4.0f * static_cast<float>(keys[i]));
         }
@@ -2725,7 +2727,7 @@ void check_own_plans(unsigned seed, const both_options& o, int steps) {
     const auto compare_plans = [&](const pair& p) {
         kvq::sequence moved = c.cpu.new_sequence();
         ok(cuda::offload(c.gpu, p.id, moved, c.stream));
-        for (int layer = 0; layer < layers; ++layer) {
+        for (int layer = 0; layer < c.count(); ++layer) {
             const auto &a = kvq::detail::sequence_access::tables(moved)[static_cast<std::size_t>(layer)],
                        &b = kvq::detail::sequence_access::tables(p.host)[static_cast<std::size_t>(layer)];
             const auto same_plan = [](const format& x, const format& y) {
@@ -2748,7 +2750,7 @@ void check_own_plans(unsigned seed, const both_options& o, int steps) {
     for (; step < steps; ++step) {
         if (pairs.empty() || (pairs.size() < 4 && any(0, 9) == 0)) {
             pairs.push_back({c.gpu.new_sequence(), c.cpu.new_sequence()});
-            kinds.push_back(static_cast<std::size_t>(any(0, 6)));
+            kinds.push_back(static_cast<std::size_t>(o.statistics == key_statistics::own ? any(0, 6) : 3));
         }
         pair& p = one();
         const auto number = static_cast<std::size_t>(&p - pairs.data());
@@ -2767,9 +2769,10 @@ void check_own_plans(unsigned seed, const both_options& o, int steps) {
             for (int times = any(1, 40); times > 0; --times) {
                 write(n, 0, pairs.size());
                 ok(c.gpu.begin_step(batch, n, c.stream));
-                for (int layer = 0; layer < layers; ++layer)
-                    ok(c.gpu.append(layer, c.rows(c.k, layer, n * rows), c.rows(c.v, layer, n * rows),
-                                    c.stream));
+                for (int layer = 0; layer < c.count(); ++layer)
+                    if (c.takes_tokens(layer))
+                        ok(c.gpu.append(layer, c.rows(c.k, layer, n * rows), c.rows(c.v, layer, n * rows),
+                                        c.stream));
                 for (int b = 0; b < rows; ++b)
                     c.appended(pairs[static_cast<std::size_t>(b)].host, keys, values, b * n, n);
                 CUDA_OK(cudaStreamSynchronize(c.stream));
@@ -2788,12 +2791,13 @@ void check_own_plans(unsigned seed, const both_options& o, int steps) {
             const int n = o.draft_tokens;
             drafts d(r, c, {&p}, n);
             ok(d.begin(r, n, keys, values));
-            for (int layer = 0; layer < layers; ++layer)
-                ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+            for (int layer = 0; layer < c.count(); ++layer)
+                if (c.takes_tokens(layer))
+                    ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
             d.host_append(n, keys, values);
             ok(d.keep(r));
         } else if (what == 8) {
-            const int n = any(0, p.host.tokens());
+            const int n = any(p.host.trim_limit(), p.host.tokens());
             ok(c.gpu.trim(p.id, n));
             p.host.trim(n);
         } else if (what == 9 && pairs.size() < 4) {
@@ -2843,6 +2847,33 @@ void check_own_plans(unsigned seed, const both_options& o, int steps) {
     CHECK(planned > 0 && c.gpu.usage().bytes == test::counted_memory::bytes, "own plans, seed %u: usage",
           seed);
     std::printf("  %-28s %d pages with a plan, error %.2e\n", "own plans", planned, worst);
+}
+
+/// Keys that come to a format with plans when a window has freed the first tokens: they have even widths.
+void check_late_plan() {
+    const auto ok = [](const cuda::status& s) { CHECK(s, "late plan: %s", s.message); };
+    cuda::cache gpu;
+    ok(gpu.open(std::vector{sliding_attention(90, {.kv_heads = heads, .head_dim = dim})},
+                {.formats = {"low2", "int8/low2"},
+                 .page_tokens = page,
+                 .recent = 2 * page,
+                 .memory = test::counted_memory::allocator()},
+                std::span(&compiled(), 1), nullptr));
+    const cuda::sequence_id id = gpu.new_sequence();
+    constexpr int n = 100;
+    const test::device_buffer<float16> x(std::vector<float16>(n * heads * dim, float16(1.0f)));
+    const token_view<const float16> rows(x.get(), n, heads, dim);
+    for (const char* const format : {"int8/low2", "low2"}) {
+        ok(gpu.requantize(std::span(&id, 1), {.format = format, .new_pages = true}, nullptr));
+        for (int i = 0; i < 4; ++i) {
+            ok(gpu.begin_prompt(id, n, nullptr));
+            ok(gpu.append(0, rows, rows, nullptr));
+        }
+    }
+    requantize_report report;
+    ok(gpu.requantize(std::span(&id, 1), {.format = "low2"}, nullptr, &report));
+    CHECK(gpu.tokens(id) == 8 * n && gpu.trim_limit(id) > 6 * n, "late plan: %d tokens, trims reach %d",
+          gpu.tokens(id), gpu.trim_limit(id));
 }
 
 /// New sequences could not be committed to the keys: nothing gets a plan. The refused pair is not compiled.
@@ -3039,6 +3070,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_self_calibration();
     check_other_target();
     check_waiting_plans();
+    check_late_plan();
     check_own_plans(1, {.statistics = key_statistics::own, .statistics_tokens = 150}, 100);
     check_own_plans(2,
                     {.sinks = 20,
@@ -3048,6 +3080,12 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
                      .statistics = key_statistics::own,
                      .statistics_tokens = 64},
                     60);
+    const std::vector<kvq::layer> list = {sliding_attention(90, {.kv_heads = heads, .head_dim = dim}),
+                                          full_attention({.kv_heads = 1, .head_dim = dim}), shared_with(0),
+                                          shared_with(1),
+                                          sliding_attention(9, {.kv_heads = heads, .head_dim = dim})};
+    check_own_plans(1, {.list = list, .statistics = key_statistics::own, .statistics_tokens = 150}, 80);
+    check_own_plans(2, {.statistics = key_statistics::shared, .statistics_tokens = 150}, 60);
     check_alibi();
     check_selected_pages(false);
     check_selected_pages(true);

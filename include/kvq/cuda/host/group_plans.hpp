@@ -1,7 +1,7 @@
 // Plans of keys of a group of layers (cache_plans.hpp): their memory, and which one a sequence gets.
 //
 // Contract: a plan page is taken where ensure_plans() has seen to a free one. A sequence that has quantized
-// pages before it has a plan gets the even one.
+// pages before it has a plan, or whose first tokens a window has freed, gets the even one.
 #pragma once
 
 #include "layer_group.hpp"
@@ -62,16 +62,16 @@ inline void give_plans(layer_group& g, int format) noexcept {
 /// Gives a sequence its plan, of which a page is free. Returns whether the plan is still to be made.
 inline bool take_plan(layer_group& g, sequence_pages& s) noexcept {
     if (s.plan) return false;
-    bool quantized = false;
+    bool late = g.geometry.commits_from == 0 || s.gone() > 0;
     for (int i = 0; i < s.table.committed; ++i)
-        quantized = quantized || (s.table[i].pages[0] && s.table[i].pages[0]->format != 0);
-    if (quantized || g.geometry.commits_from == 0)
+        late = late || (s.table[i].pages[0] && s.table[i].pages[0]->format != 0);
+    if (late)
         s.plan = g.plans.even;
     else if (g.plans.shared)
         s.plan = g.plans.shared;
     else
         s.plan = g.plans.pages.pages().take();
-    return !(quantized || g.geometry.commits_from == 0 || g.plans.shared);
+    return !late && !g.plans.shared;
 }
 
 }}}  // namespace kvq::cuda::detail

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(gather_threads)
             for (int i = 0; i < N; ++i) {
                 const int c = i * warp_size + lane;
                 x[i] = c < dim && held >= 0
-                           ? read_value<Role>(source, held, head, token % From::page_tokens, c)
+                           ? read_value<Role>(source, held, head, token % From::page_tokens, c, b)
                            : 0.0f;
             }
             if constexpr (has_transform<scheme_of<Role, From>>)
@@ -122,6 +122,7 @@ status convert_pages(const cache_ref<From>& source, const cache_ref<To>& target,
     if (all > detail::most_tokens)
         return detail::bad_value("%d sequences with %d block table columns", target.sequences,
                                  target.table_columns);
+    if (status s = detail::check_one_plan(target); !s) return s;
     const std::size_t of_page = convert_workspace_bytes<To>(target.kv_heads, 1);
     if (workspace == nullptr || workspace_bytes < of_page ||
         reinterpret_cast<std::uintptr_t>(workspace) % 16 != 0)

@@ -8,7 +8,8 @@
 //   dequantize_tokens      x^ of every sequence as dense tensors, for prefill through any flash attention
 //
 // To presets' formats, too: keys with a plan need cache_ref::key_plans, with error feedback
-// cache_ref::key_feedback.
+// cache_ref::key_feedback. Where sequences have plans of their own (cache_ref::plan_numbers),
+// requantize_pages takes that of the first one.
 // Contract: quantized bytes are those of the CPU's scheme::quantize on the dequantized values, also where a
 // CPU cache would call requantize(), which keeps grids of presets; dequantized values are the CPU's, rounded
 // once to T. Source and target pages must not be the same memory. One launch each (committing: two), no
@@ -318,6 +319,14 @@ status allow_shared_memory([[maybe_unused]] Kernel* kernel) noexcept {
     return {};
 }
 
+/// Have all sequences one plan?
+template <class Pair>
+status check_one_plan(const cache_ref<Pair>& c) noexcept {
+    if (!codec<typename Pair::keys>.several_widths() || c.plan_numbers == nullptr) return {};
+    return bad_value("pages of %d sequences are quantized with one plan of keys, not with plan_numbers",
+                     c.sequences);
+}
+
 template <class Pair, class T>
 __global__ void dequantize_kernel(const __grid_constant__ cache_ref<Pair> cache, token_view<T> keys,
                                   token_view<T> values, const int* starts) {
@@ -414,6 +423,7 @@ status commit_full_pages(const cache_ref<Window>& window, const cache_ref<Quanti
         window.first_token != quantized.first_token)
         return detail::bad_value("window and quantized pages are of different caches");
     if (recent < 0) return detail::bad_value("the recent window is %d tokens", recent);
+    if (status s = detail::check_one_plan(quantized); !s) return s;
     if (window.sequences == 0) return {};
     if (fresh == nullptr || window_table != window.block_table || quantized_table != quantized.block_table)
         return detail::bad_value("tables must be those of the refs, and fresh pages must be given");
