@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <map>
+#include <numeric>
 #include <set>
 
 #include <kvq/attention/masks.hpp>
@@ -1927,7 +1928,7 @@ void check_prefixes(unsigned seed, bool faults) {
         ok(store.store(last, p.id, c.stream));
         const cuda::tier tiers[] = {{0, "kivi-4-g32"}};
         ok(store.step_down(std::span(&p.id, 1), tiers, c.stream));
-        ok(store.release(1, c.stream));
+        ok(store.release(store.bytes() / 2, c.stream));
         CHECK(store.entries() < end.entries + 1, "%zu entries", store.entries());
         ok(store.release(~std::size_t{0}, c.stream));
         CHECK(store.entries() == 0 && store.bytes() == 0, "%zu entries", store.entries());
@@ -2659,21 +2660,25 @@ void check_self_calibration() {
 
 /// Dry runs while pages wait for a plan, which requantize() and step_down() make first.
 void check_waiting_plans() {
-    both_caches c({.statistics = key_statistics::own, .statistics_tokens = 150});
+    both_caches c(
+        {.rollback = 0, .draft_tokens = 3, .statistics = key_statistics::own, .statistics_tokens = 150});
     test::rng r(11);
     std::vector<float16> keys, values;
     const auto ok = [](const cuda::status& s) { CHECK(s, "waiting plans: %s", s.message); };
-    for (const bool tiers : {false, true}) {
+    const auto append = [&](int n) {
+        c.write(r, keys, values, n);
+        for (int l = 0; l < layers; ++l) ok(c.gpu.append(l, c.rows(c.k, l, n), c.rows(c.v, l, n), c.stream));
+    };
+    const auto make = [&] {
         const cuda::sequence_id id = c.gpu.new_sequence();
-        const auto append = [&](int n) {
-            c.write(r, keys, values, n);
-            for (int l = 0; l < layers; ++l)
-                ok(c.gpu.append(l, c.rows(c.k, l, n), c.rows(c.v, l, n), c.stream));
-        };
         ok(c.gpu.begin_prompt(id, 149, c.stream));
         append(149);
         ok(c.gpu.begin_step(std::span(&id, 1), 1, c.stream));
         append(1);
+        return id;
+    };
+    for (const bool tiers : {false, true}) {
+        const cuda::sequence_id id = make();
         const std::size_t before = c.gpu.bytes_in_use();
         requantize_report plan, done;
         const cuda::tier down[] = {{0, "low2"}};
@@ -2692,7 +2697,18 @@ void check_waiting_plans() {
                   (tiers || (plan.bytes_before == done.bytes_before && plan.bytes_peak == done.bytes_peak)),
               "waiting plans: %zu bytes in use, not the %zu of the dry run", c.gpu.bytes_in_use(),
               plan.bytes_after);
+        ok(c.gpu.free(id));
     }
+    // Those of sequences that wait themselves: no more of them go down than need to.
+    cuda::prefixes<kvq::prefix_cache> store(c.gpu, {});
+    for (int first = 0; first < 2; ++first) {
+        cuda::sequence_id id = make();
+        std::vector<std::int32_t> text(150);
+        std::iota(text.begin(), text.end(), first);
+        ok(store.park(text, id, c.stream));
+    }
+    ok(store.release(store.bytes() / 2, c.stream));
+    CHECK(store.entries() == 1, "waiting plans: %zu entries on the device", store.entries());
 }
 
 /// Plans of the sequences' own first tokens: whatever the history, the pages are those of the CPU.

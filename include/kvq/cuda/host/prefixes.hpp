@@ -330,10 +330,11 @@ private:
         held_pages held = pages_of_entries();
         while (!entries_.empty() && held.bytes > bytes) {
             const position last = std::prev(entries_.end());
-            if (status s = lower(last->node->tokens(), last->id, stream); !s) return s;
+            // Going down quantizes what waits for a plan: other pages.
             detail::cache_access::for_each_page(gpu_, last->id, [&](const page& p) {
                 if (--held.holders[&p] == 0) held.bytes -= p.bytes;
             });
+            if (status s = lower(last->node->tokens(), last->id, stream); !s) return s;
             drop(last);
         }
         return {};
