@@ -2892,6 +2892,41 @@ void check_late_plan() {
           gpu.tokens(id), gpu.trim_limit(id));
 }
 
+/// Splicing to a sequence that is too short for a plan: refused where each has its own.
+void check_spliced_plans(key_statistics statistics) {
+    both_caches c({.sinks = 0, .rollback = 0, .statistics = statistics, .statistics_tokens = 150});
+    test::rng r(8);
+    std::vector<float16> keys, values;
+    const auto ok = [](const cuda::status& s) { CHECK(s, "spliced plans: %s", s.message); };
+    const auto make = [&](int n) {
+        const cuda::sequence_id id = c.gpu.new_sequence();
+        c.write(r, keys, values, n);
+        ok(c.gpu.begin_prompt(id, n, c.stream));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        return id;
+    };
+    const cuda::sequence_id from = make(3 * page + 9), to = make(page);
+    const cuda::status s = c.gpu.splice(to, from, page, 3 * page, c.stream);
+    if (statistics == key_statistics::own) {
+        CHECK(!s && std::strstr(s.message, "get plans of their own") && c.gpu.tokens(to) == page,
+              "spliced plans: %s", s.message);
+        return;
+    }
+    ok(s);
+    kvq::sequence moved[2] = {c.cpu.new_sequence(), c.cpu.new_sequence()};
+    ok(cuda::offload(c.gpu, from, moved[0], c.stream));
+    ok(cuda::offload(c.gpu, to, moved[1], c.stream));
+    const auto& want = kvq::detail::sequence_access::tables(moved[0])[0][0].pages[0]->plan;
+    const auto& table = kvq::detail::sequence_access::tables(moved[1])[0];
+    CHECK(table.tokens == 3 * page && table.committed == 2 && want, "spliced plans: %d tokens", table.tokens);
+    for (int i = 0; i < table.committed; ++i) {
+        const format& have = table[i].pages[0]->plan;
+        CHECK(have && have.record().fingerprint == want.record().fingerprint, "spliced plans: page %d", i);
+    }
+}
+
 /// New sequences could not be committed to the keys: nothing gets a plan. The refused pair is not compiled.
 void check_other_target() {
     cuda::device_format known = compiled();
@@ -3087,6 +3122,8 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
     check_other_target();
     check_waiting_plans();
     check_late_plan();
+    check_spliced_plans(key_statistics::own);
+    check_spliced_plans(key_statistics::shared);
     check_own_plans(1, {.statistics = key_statistics::own, .statistics_tokens = 150}, 100);
     check_own_plans(2,
                     {.sinks = 20,

@@ -93,12 +93,15 @@ inline status plan_splice(const layer_group& group, const sequence_pages& mine, 
         return bad_value("cannot %s: %s has freed tokens before %d", does, group.describe(0).c_str(),
                          theirs.table.front());
     if (mine.plan.get() != theirs.plan.get()) {
-        if (held > 0)
+        // One that has no plan yet would get the other's.
+        const bool shared =
+            group.options->statistics == key_statistics::shared && !(mine.plan && theirs.plan);
+        if (held > 0 && !shared)
             return bad_value(
-                "cannot %s: keys of both sequences have plans of their own, and a sequence has one "
+                "cannot %s: keys of both sequences get plans of their own, and a sequence has one "
                 "(key_statistics::shared)",
                 does);
-        plan.next.plan = theirs.plan;
+        plan.next.plan = theirs.plan ? theirs.plan : mine.plan;
     }
     if (status s = take_tokens(table, mine.table, does, 0, held, 0, g); !s) return s;
     if (held < g.sinks && held > 0)
