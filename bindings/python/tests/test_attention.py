@@ -65,7 +65,9 @@ class OtherMemory(Base):
                     for numbers, scales in views
                 ]
                 out = kvq.attend_rows(*sides, q, tokens=tokens, block_table=table, threads=kvq.Threads(2))
-                self.expect(out, expected, 1e-5 * np.abs(expected).max())
+                # With AVX-512 VNNI these are multiplied as codes, by queries and weights of 16 bits.
+                most = 2e-4 if name in ("q8_0", "nvfp4") else 1e-5
+                self.expect(out, expected, most * np.abs(expected).max())
         for name, given in (("data", {}), ("scales", {"scales": [[1]]})):
             with self.assertRaisesRegex(TypeError, f"{name} is a list, neither a numpy array"):
                 kvq.Rows("fp8", [[1, 2]] if name == "data" else memory[0][0], **given)

@@ -13,6 +13,7 @@
 #pragma once
 
 #include "../arch/wgmma.cuh"
+#include "../layout/warp_tile.cuh"
 #include "index_pages.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
