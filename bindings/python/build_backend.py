@@ -14,6 +14,7 @@ import io
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sysconfig
 import tarfile
@@ -52,6 +53,8 @@ def _files(folder):
 def _compile(folder, settings):
     """Compiles the library into a folder: its file."""
     options = [f"-D{key[len('cmake.define.'):]}={value}" for key, value in settings.items() if key.startswith("cmake.define.")]
+    if shutil.which("ninja") and "CMAKE_GENERATOR" not in os.environ:  # a system may have no make
+        options += ["-G", "Ninja"]
     build, out = os.path.join(folder, "build"), os.path.join(folder, "out")
     subprocess.check_call(["cmake", "-S", HERE, "-B", build, "-DCMAKE_BUILD_TYPE=" + os.environ.get("CMAKE_BUILD_TYPE", "Release"), *options])
     subprocess.check_call(["cmake", "--build", build, "--parallel", str(os.cpu_count() or 1)])
