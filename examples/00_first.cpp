@@ -13,7 +13,7 @@ int main() {
     for (int layer = 0; layer < layers; ++layer)  // out = softmax(q Kᵀ) V, on the codes
         sequence.prefill(layer, {x.data(), n, kv_heads, dim}, {x.data(), n, kv_heads, dim},
                          {x.data(), n, heads, dim}, {out.data(), n, heads, dim});
-    sequence.trim(200);  // what stays keeps its codes
     std::printf("%zu bytes, in 16 bit %d\n", cache.bytes_in_use(), layers * n * kv_heads * dim * 4);
+    sequence.trim(200);  // the first 200 tokens stay as they are
     return 0;
 }
