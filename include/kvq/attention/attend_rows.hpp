@@ -12,11 +12,11 @@
 // K and V in one allocation, scales inside of the rows (ggml) or beside them (NVFP4, MX), heads or tokens
 // outermost. Masks and score modifiers: mods.hpp, without selections, lists and skipped values.
 // Contract: float products; with AVX-512 VNNI integer ones of q8_0, q4_0, q4_1, iq4_nl, mxfp4 and nvfp4,
-// where queries and weights have 16 bits (an error as with int8 pages). Results do not depend on the executor.
-// Calls of up to 32 query rows of a kv head are split every 2048 tokens, so that more threads than kv heads
-// have work. Raises kvq::error for shapes, blocks and formats that do not fit, before rows are read, and for
-// scales that are NaN or infinite; out is not complete then. Of every 128 tokens, those before and behind all
-// that are seen are not read. Complexity: linear in tokens.
+// where queries and weights have 16 bits (an error as with int8 pages). Results do not depend on the
+// executor. Calls of up to 32 query rows of a kv head are split every 2048 tokens, so that more threads
+// than kv heads have work. Raises kvq::error for shapes, blocks and formats that do not fit, before rows
+// are read, and for scales that are NaN or infinite; out is not complete then. Of every 128 tokens, those
+// before and behind all that are seen are not read. Complexity: linear in tokens.
 #pragma once
 
 #include "../core/executor.hpp"
