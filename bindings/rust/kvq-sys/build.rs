@@ -1,5 +1,5 @@
-//! Links the library of kvq: the one in the folder KVQ_LIB_DIR, else the one that pkg-config knows, else, in a packaged crate, one that
-//! CMake builds from `sources`, with the formats of KVQ_LIBRARY_FORMATS; else where the linker looks.
+//! Links the library of kvq: the one in the folder KVQ_LIB_DIR, else one of this crate's version that pkg-config knows, else, in a packaged
+//! crate, one that CMake builds from `sources`, with the formats of KVQ_LIBRARY_FORMATS; else where the linker looks.
 //! KVQ_LIB_KIND: dylib (default) or static, which a built library is.
 use std::{env, path::Path, process::Command};
 
@@ -33,6 +33,25 @@ fn build(sources: &Path) -> String {
     folder + "/src"
 }
 
+/// Folders of a library that pkg-config knows, of this crate's version or a later one that serves it.
+fn known() -> Option<Vec<String>> {
+    let part = |name| env::var(format!("CARGO_PKG_VERSION_{}", name)).unwrap();
+    let (major, minor, patch) = (part("MAJOR"), part("MINOR"), part("PATCH"));
+    let next = minor.parse::<u32>().unwrap() + 1;
+    let least = format!("kvq >= {}.{}.{}", major, minor, patch);
+    let said = Command::new("pkg-config")
+        .args(["--libs", &least, &format!("kvq < {}.{}", major, next)])
+        .output()
+        .ok()?;
+    let flags = String::from_utf8_lossy(&said.stdout).into_owned();
+    // Headers may be installed without a library.
+    if !said.status.success() || !flags.split_whitespace().any(|f| f == "-lkvq") {
+        return None;
+    }
+    let folders = flags.split_whitespace().filter_map(|f| f.strip_prefix("-L"));
+    Some(folders.map(String::from).collect())
+}
+
 fn main() {
     for name in ["KVQ_LIB_DIR", "KVQ_LIB_KIND", "KVQ_LIBRARY_FORMATS"] {
         println!("cargo:rerun-if-env-changed={}", name);
@@ -42,15 +61,10 @@ fn main() {
         panic!("KVQ_LIB_KIND is {}, neither dylib nor static", kind);
     }
     let sources = Path::new("sources");
-    let said = Command::new("pkg-config").args(["--libs-only-L", "kvq"]).output();
     if let Ok(folder) = env::var("KVQ_LIB_DIR") {
         search(&folder);
-    } else if let Some(said) = said.ok().filter(|s| s.status.success()) {
-        let folders = String::from_utf8_lossy(&said.stdout).into_owned();
-        folders
-            .split_whitespace()
-            .filter_map(|f| f.strip_prefix("-L"))
-            .for_each(search);
+    } else if let Some(folders) = known() {
+        folders.iter().for_each(|folder| search(folder));
     } else if sources.exists() {
         search(&build(sources));
         kind = "static".into();
