@@ -26,6 +26,7 @@ struct rows_attention {
     const output_view& out;
     const mods_view& mods;
     int value_dim;
+    bool one_latent = false;                     ///< values are the first channels of keys
     std::byte* parts = nullptr;                  ///< of key splits: states, then outputs
     std::atomic<std::uint64_t> bad_scale{none};  ///< the first one: head, span, values or keys
 
@@ -49,25 +50,38 @@ struct rows_attention {
         const std::ptrdiff_t at = (std::ptrdiff_t{head} * splits() + split) * rows() + row;
         return reinterpret_cast<float*>(parts) + at * static_cast<std::ptrdiff_t>(part_floats());
     }
+    int dim_of(tensor role) const { return role == tensor::key || one_latent ? shape.head_dim : value_dim; }
     block_shape shape_of(tensor role) const {
         return {role, smaller(larger(shape.tokens, 1), span_tokens),
                 role == tensor::key ? shape.head_dim : value_dim};
+    }
+    /// Formats without products are read as floats first.
+    static const row_place_functions& places(const rows_view& of) { return of.rows.functions().of_places; }
+    static bool reads(const rows_view& of) { return places(of).keys == nullptr; }
+    static bool same_records(const rows_view& a, const rows_view& b) {
+        return a.rows && b.rows && reads(a) && a.rows.same_as(b.rows) && a.data == b.data &&
+               a.token_stride == b.token_stride && a.head_stride == b.head_stride &&
+               a.block_stride == b.block_stride && a.scales == b.scales && a.biases == b.biases &&
+               a.scale_token_stride == b.scale_token_stride && a.scale_head_stride == b.scale_head_stride &&
+               a.scale_block_stride == b.scale_block_stride && a.scale_group_stride == b.scale_group_stride;
     }
 
     /// Memory of a task.
     struct space {
         std::byte *key_plan, *value_plan, *key_space, *value_space;
-        float *x, *scores, *sums;
+        float *x, *scores, *sums, *keys, *values;
     };
     space carve(carver& memory) const {
         const int n = rows_of_task();
-        const auto plan = [&](const format& f, tensor role, std::size_t* bytes) {
-            *bytes = f.functions().make_plan(f.scheme(), shape_of(role), {}, n, nullptr);
-            return f.functions().plan_bytes;
+        const auto plan = [&](const rows_view& of, tensor role, std::size_t* bytes) {
+            const format_functions& f = of.rows.functions();
+            if (reads(of)) return std::size_t{0};
+            *bytes = f.make_plan(of.rows.scheme(), shape_of(role), {}, n, nullptr);
+            return f.plan_bytes;
         };
         std::size_t key_bytes = 0, value_bytes = 0;
-        const std::size_t key_plan = plan(keys.rows, tensor::key, &key_bytes),
-                          value_plan = plan(values.rows, tensor::value, &value_bytes);
+        const std::size_t key_plan = plan(keys, tensor::key, &key_bytes),
+                          value_plan = plan(values, tensor::value, &value_bytes);
         space s;
         s.key_plan = memory.take(key_plan);
         s.value_plan = memory.take(value_plan);
@@ -79,6 +93,12 @@ struct rows_attention {
         s.x = floats(shape.head_dim);
         s.scores = floats(span_tokens);
         s.sums = floats(value_dim);
+        const auto tokens_of = [&](const rows_view& of, tensor role) {
+            return memory.floats(reads(of) ? std::size_t{span_tokens} * static_cast<std::size_t>(dim_of(role))
+                                           : 0);
+        };
+        s.keys = tokens_of(keys, tensor::key);
+        s.values = reads(values) && one_latent ? s.keys : tokens_of(values, tensor::value);
         return s;
     }
 
@@ -88,7 +108,8 @@ struct rows_attention {
         p.row_stride = of.token_stride;
         if (of.scales) p.scales = static_cast<const std::byte*>(of.scales) + head * of.scale_head_stride;
         p.scale_stride = of.scale_token_stride;
-        p.group_stride = of.scale_group_stride;
+        p.group_stride = of.scale_group_stride != 0 || reads(of) ? of.scale_group_stride : 1;
+        if (of.biases) p.biases = static_cast<const std::byte*>(of.biases) + head * of.scale_head_stride;
         p.blocks = blocks.table;
         p.block_tokens = blocks.block_tokens;
         p.block_stride = of.block_stride;
@@ -120,9 +141,11 @@ struct rows_attention {
             sum[i] = 0.0f;
         }
         for (int i = 0; i < n * value_dim; ++i) s.sums[i] = 0.0f;
-        k.make_plan(keys.rows.scheme(), shape_of(tensor::key), id, n, s.key_plan);
-        v.make_plan(values.rows.scheme(), shape_of(tensor::value), id, n, s.value_plan);
-        k.begin(s.key_plan, shape_of(tensor::key), id, nullptr, s.x, dim, s.key_space);
+        if (!reads(keys)) {
+            k.make_plan(keys.rows.scheme(), shape_of(tensor::key), id, n, s.key_plan);
+            k.begin(s.key_plan, shape_of(tensor::key), id, nullptr, s.x, dim, s.key_space);
+        }
+        if (!reads(values)) v.make_plan(values.rows.scheme(), shape_of(tensor::value), id, n, s.value_plan);
         const row_place of_keys = place(keys, head), of_values = place(values, head);
         const int first_q = position(first), last_q = position(first + n - 1);
         for (int span = first_key; span < end_key; span += span_tokens) {
@@ -137,8 +160,15 @@ struct rows_attention {
             while (from < end && hidden(end - 1)) --end;
             const int here = end - from;
             if (here == 0) continue;
-            if (!k.of_places.keys(s.key_plan, of_keys, from, here, s.scores, span_tokens, s.key_space))
-                report(head, from, false);
+            bool finite = true;
+            if (reads(keys)) {
+                finite = k.of_places.read(keys.rows.scheme(), of_keys, dim, from, here, s.keys);
+                k.backend->score_tokens(s.keys, dim, here, dim, s.x, dim, n, s.scores, span_tokens);
+            } else {
+                finite =
+                    k.of_places.keys(s.key_plan, of_keys, from, here, s.scores, span_tokens, s.key_space);
+            }
+            if (!finite) report(head, from, false);
             for (int i = 0; i < n; ++i) {
                 float* const row = s.scores + i * span_tokens;
                 if (mods.changes_scores())
@@ -150,9 +180,17 @@ struct rows_attention {
                 const float by = factor[i];
                 for (int d = 0; d < value_dim && by != 1.0f; ++d) s.sums[i * value_dim + d] *= by;
             }
-            if (!v.of_places.values(s.value_plan, of_values, from, here, s.scores, span_tokens, s.sums,
-                                    value_dim, s.value_space))
-                report(head, from, true);
+            if (reads(values)) {
+                const int row = dim_of(tensor::value);
+                finite = one_latent ||
+                         v.of_places.read(values.rows.scheme(), of_values, row, from, here, s.values);
+                v.backend->add_tokens(s.values, row, here, value_dim, s.scores, span_tokens, n, s.sums,
+                                      value_dim);
+            } else {
+                finite = v.of_places.values(s.value_plan, of_values, from, here, s.scores, span_tokens,
+                                            s.sums, value_dim, s.value_space);
+            }
+            if (!finite) report(head, from, true);
         }
         for (int i = 0; i < n; ++i) {
             softmax_state state{max[i], bad[i] ? std::numeric_limits<float>::quiet_NaN() : sum[i],
@@ -206,30 +244,29 @@ struct rows_attention {
              static_cast<int>(bad >> 32), " have a scale that is NaN or infinite");
     }
 
-    /// Before the first task: plans know whether scales lie beside the rows.
-    void check_scales(const space& s) const {
-        const auto check_view = [&](const rows_view& of, const char* name, tensor role, std::byte* plan) {
-            const format_functions& f = of.rows.functions();
-            f.make_plan(of.rows.scheme(), shape_of(role), {}, rows_of_task(), plan);
-            const bool beside = f.of_places.has_scales(plan);
-            expect(of.scales != nullptr || shape.tokens == 0 || !beside, name, " are ", of.rows.asked_name(),
-                   ", whose scales lie beside the rows, but scales is null");
-            expect(of.scales == nullptr || beside, name, " are ", of.rows.asked_name(),
-                   ", which has no scales beside the rows, but scales are given");
-        };
-        check_view(keys, "keys", tensor::key, s.key_plan);
-        check_view(values, "values", tensor::value, s.value_plan);
-    }
     void check() const {
         const auto check_view = [&](const rows_view& of, const char* name, tensor role) {
             expect(static_cast<bool>(of.rows), name, " have no format");
-            expect(of.rows.functions().of_places.keys != nullptr, name, " are ", of.rows.asked_name(),
+            expect(places(of).keys != nullptr || places(of).read != nullptr, name, " are ",
+                   of.rows.asked_name(),
                    ", which is no format of rows in the bytes of another system, or whose kernels this "
                    "program lacks");
-            of.rows.functions().check(
-                of.rows.scheme(),
-                {.layers = 1, .kv_heads = shape.kv_heads, .head_dim = shape.head_dim, .value_dim = value_dim},
-                role);
+            of.rows.functions().check(of.rows.scheme(),
+                                      {.layers = 1,
+                                       .kv_heads = shape.kv_heads,
+                                       .head_dim = shape.head_dim,
+                                       .value_dim = dim_of(tensor::value)},
+                                      role);
+            const auto check_beside = [&](int bytes, const void* given, const char* what) {
+                const bool beside = bytes > 0;
+                expect(given != nullptr || shape.tokens == 0 || !beside, name, " are ", of.rows.asked_name(),
+                       ", whose ", what, " lie beside the rows, but ", what, " is null");
+                expect(given == nullptr || beside, name, " are ", of.rows.asked_name(), ", which has no ",
+                       what, " beside the rows, but ", what, " are given");
+            };
+            const row_bytes bytes = places(of).bytes(of.rows.scheme(), dim_of(role));
+            check_beside(bytes.scales, of.scales, "scales");
+            check_beside(bytes.biases, of.biases, "biases");
             expect(of.data != nullptr || shape.tokens == 0, name, " have no data for ", shape.tokens,
                    " tokens");
             const int together = blocks.table ? smaller(blocks.block_tokens, shape.tokens) : shape.tokens;
@@ -277,8 +314,9 @@ struct rows_attention {
 KVQ_FUNC void attend_rows(const rows_view& keys, const rows_view& values, const row_blocks& blocks,
                           const rows_shape& shape, query_view q, output_view out, workspace& memory,
                           const mods_view& mods, executor_view threads) {
-    detail::rows_attention of{keys, values, blocks, shape,
-                              q,    out,    mods,   shape.value_dim > 0 ? shape.value_dim : shape.head_dim};
+    const int value_dim = shape.value_dim > 0 ? shape.value_dim : shape.head_dim;
+    detail::rows_attention of{keys, values, blocks, shape, q, out, mods, value_dim};
+    of.one_latent = value_dim <= shape.head_dim && detail::rows_attention::same_records(keys, values);
     of.check();
     if (q.tokens == 0) return;
     const int tasks = of.tasks(), jobs = detail::smaller(tasks, detail::larger(threads.concurrency(), 1));
@@ -286,8 +324,6 @@ KVQ_FUNC void attend_rows(const rows_view& keys, const rows_view& values, const 
     of.carve(size);
     const std::size_t bytes = size.used();
     std::byte* const all = memory.reserve(bytes * static_cast<std::size_t>(jobs) + of.part_bytes());
-    detail::carver first(all);
-    of.check_scales(of.carve(first));
     of.parts = all + bytes * static_cast<std::size_t>(jobs);
     threads.parallel_for(jobs, [&](int job) {
         detail::carver own(all + bytes * static_cast<std::size_t>(job));

@@ -1,7 +1,8 @@
 // Attention over keys and values in the memory of another system, in its bytes and where they lie: nothing
 // is copied.
 //
-//   out = softmax(q K^T) V        K, V: rows of tokens in a format of schemes/row_layout.hpp
+//   out = softmax(q K^T) V        K, V: rows of tokens in a format of schemes/row_layout.hpp, with a scale of
+//                                 the tensor or of each head (head_rows.hpp), or of record_layout.hpp
 //
 //   kvq::rows_view keys{.rows = kvq::find_format("fp8"), .data = k, .token_stride = 8 * 128,
 //                       .head_stride = 128, .block_stride = 16 * 8 * 128};      vLLM, NHD, blocks of 16
@@ -9,14 +10,22 @@
 //                    out, memory);
 //
 // Strides are bytes, so that one struct says every layout: NHD and HND, blocks of 1 to any number of tokens,
-// K and V in one allocation, scales inside of the rows (ggml) or beside them (NVFP4, MX), heads or tokens
-// outermost. Masks and score modifiers: mods.hpp, without selections, lists and skipped values.
-// Contract: float products; with AVX-512 VNNI integer ones of q8_0, q4_0, q4_1, iq4_nl, mxfp4 and nvfp4,
-// where queries and weights have 16 bits (an error as with int8 pages). Results do not depend on the
-// executor. Calls of up to 32 query rows of a kv head are split every 2048 tokens, so that more threads
-// than kv heads have work. Raises kvq::error for shapes, blocks and formats that do not fit, before rows
-// are read, and for scales that are NaN or infinite; out is not complete then. Of every 128 tokens, those
-// before and behind all that are seen are not read. Complexity: linear in tokens.
+// K and V in one allocation, scales inside of the rows (ggml) or beside them (NVFP4, MX), padded pages, heads
+// or tokens outermost. Masks and score modifiers: mods.hpp, without selections, lists and skipped values.
+// Records are read as floats, 128 tokens at a time. Values of a latent are the first channels of its keys:
+// where both views are the same, they are read once, and value_dim may be less than head_dim.
+// Contract: float products; with AVX-512 VNNI integer ones of q8_0, q4_0, q4_1, iq4_nl, mxfp4 and nvfp4, for
+// which queries and weights are rounded to 16 bits: a row of queries to steps of max|q| / 32512, weights to
+// steps of max w_t s_t / (32512 s_t) in 128 tokens with scales s_t of a group of channels. Let C be the
+// largest number of a code (127; q4_0 8, q4_1 15, mxfp4 and nvfp4 6), A = C max s_t, p_t = w_t / sum w, and S
+// the factor of scores. Then the first line holds always, and the second is a standard deviation for data
+// whose roundings are random:
+//   |out' - out| <= (e^(2d) - 1) max|v| + A / 508                   d = S max|q| max_t sum_c|k_tc| / 65024
+//   sqrt((S max|q|)^2 sum_t p_t^2 |k_t|^2 (v_t - out)^2 + sum over 128s of n (C max_t p_t s_t)^2) / 112625
+// Results do not depend on the executor. Calls of up to 32 query rows of a kv head are split every 2048
+// tokens, so that more threads than kv heads have work. Raises kvq::error for shapes, blocks and formats that
+// do not fit, before rows are read, and for scales that are NaN or infinite; out is not complete then. Of
+// every 128 tokens, those before and behind all that are seen are not read. Complexity: linear in tokens.
 #pragma once
 
 #include "../core/executor.hpp"
@@ -37,7 +46,9 @@ struct rows_view {
     /// Scales that lie beside the rows, from one group of channels to the next as well.
     const void* scales = nullptr;
     std::ptrdiff_t scale_token_stride = 0, scale_head_stride = 0, scale_block_stride = 0,
-                   scale_group_stride = 1;
+                   scale_group_stride = 0;  ///< 0: one behind the other
+    /// Of formats that have them (MLX), with the strides of scales.
+    const void* biases = nullptr;
 };
 
 /// Blocks of a sequence, in its order. Without a table all tokens are one block.

@@ -230,7 +230,6 @@ public:
         else
             product_.values(at, 0, cols, x, x_stride, y, y_stride, add, ahead, workspace);
     }
-    bool has_scales() const { return layout_.scales_behind(layout_.group_of(row_chunk)) > 0; }
     bool keys_of(const row_place& at, int from, int tokens, float* y, std::ptrdiff_t y_stride,
                  std::byte* workspace) const {
         return product_.keys(at, from, tokens, y, y_stride, false, 0, workspace);
@@ -398,8 +397,7 @@ struct product_table {
                        std::ptrdiff_t w_stride, float* y, std::ptrdiff_t y_stride, std::byte* workspace) {
                         return static_cast<const Product*>(plan)->add_values_of(at, from, tokens, w, w_stride,
                                                                                 y, y_stride, workspace);
-                    },
-                    [](const void* plan) { return static_cast<const Product*>(plan)->has_scales(); }};
+                    }};
         else
             return {};
     }

@@ -279,6 +279,18 @@ struct scheme_table {
         if constexpr (transforming<Scheme>)
             kernels::transform_rows<Backend>(of(scheme), shape, id, y, stride, count, true);
     }
+    static row_place_functions of_places(row_place_functions of) {
+        if constexpr (rows_of_tokens<Scheme> || records_of_tokens<Scheme>)
+            of.bytes = [](const void* scheme, int dim) {
+                return scheme_table::of(scheme).layout().bytes(dim);
+            };
+        if constexpr (records_of_tokens<Scheme>)
+            of.read = [](const void* scheme, const row_place& place, int dim, int from, int tokens,
+                         float* values) {
+                return scheme_table::of(scheme).read(place, dim, from, tokens, values);
+            };
+        return of;
+    }
     static constexpr float_type value_type() {
         if constexpr (full_precision<Scheme>)
             return float_type_of<typename Scheme::value_type>;
@@ -324,7 +336,7 @@ struct scheme_table {
                 &make_plan,
                 from.begin,
                 from.finish,
-                from.of_places,
+                of_places(from.of_places),
                 values ? values->plan_bytes : 0,
                 values ? &plan_key_values : nullptr,
                 values ? values->begin : nullptr,

@@ -36,6 +36,8 @@
 //       belongs to this quantize(). Without it, it is not called
 //   void read_token_scales(block_shape, const std::byte* block, float* token_scales) const
 //       the token scales in a block, for the requantize() of another scheme
+//   bool read(row_place, int dim, int from, int tokens, float* values) const
+//       with layout(): records of tokens, which are also read where their owner keeps them
 //   transform_query(block_shape, block_id, float* x), restore_output(block_shape, block_id, float* y)
 //       a linear transform before the quantizing of a foldable or segmented scheme: dequantize() undoes it,
 //       attention applies it to q once and to the output once
@@ -47,6 +49,7 @@
 #include <string>
 #include <type_traits>
 
+#include "../core/row_place.hpp"
 #include "../core/shape.hpp"
 #include "../pack/code_layout.hpp"
 
@@ -247,6 +250,13 @@ template <class S>
 concept rows_of_tokens = detail::read_by_attention<S> && requires(const S s) {
     s.layout();
     s.tensor_scale(block_id{});
+};
+
+/// Records of tokens, which are read where their owner keeps them (schemes/token_records.hpp).
+template <class S>
+concept records_of_tokens = kv_scheme<S> && requires(const S s, const row_place& place, float* values) {
+    s.layout();
+    { s.read(place, 1, 0, 1, values) } -> std::same_as<bool>;
 };
 
 }}  // namespace kvq

@@ -85,6 +85,9 @@ struct record_layout {
     KVQ_HD KVQ_NO_COPY constexpr int token_bytes(int dim) const noexcept {
         return row_bytes(dim) + bytes_behind(dim) * (biased() ? 2 : 1);
     }
+    KVQ_HD KVQ_NO_COPY constexpr kvq::row_bytes bytes(int dim) const noexcept {
+        return {row_bytes(dim), bytes_behind(dim), biased() ? bytes_behind(dim) : 0};
+    }
 };
 
 /// All of them: find_format() has these names.

@@ -31,7 +31,7 @@
 // 6.3; NVIDIA, Introducing NVFP4; vLLM, --kv-cache-dtype fp8, nvfp4_4over6.
 #pragma once
 
-#include "../config.hpp"
+#include "../core/row_place.hpp"
 
 namespace kvq { inline namespace v0_3 {
 
@@ -89,6 +89,9 @@ struct row_layout {
     }
     KVQ_HD KVQ_NO_COPY constexpr int scales_behind(int dim) const noexcept {
         return scale == stored::e4m3 || scale == stored::e8m0 ? dim / group_of(dim) : 0;
+    }
+    KVQ_HD KVQ_NO_COPY constexpr kvq::row_bytes bytes(int dim) const noexcept {
+        return {row_bytes(dim), scales_behind(dim), 0};
     }
     /// Are there such rows? Layouts of your own differ in the channels of e4m3, e2m1 and int8.
     KVQ_HD KVQ_NO_COPY constexpr bool is_possible() const noexcept {

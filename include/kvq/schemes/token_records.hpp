@@ -4,7 +4,8 @@
 //   token_records scheme(record_layout_named("mla-656"));      make_format<simd<>>(scheme), or find_format
 //
 // One type for all layouts, which are values: schemes/record_layout.hpp has their bytes, formulas, contract
-// and sources. Its code is portable, and attention dequantizes blocks first.
+// and sources. Its code is portable, and attention dequantizes blocks first, or records where their owner
+// keeps them (attention/attend_rows.hpp).
 #pragma once
 
 #include <cstring>
@@ -66,18 +67,36 @@ struct token_records {
     }
     void dequantize(const block_shape& s, const block_id&, const std::byte* block, float* values) const {
         const record_layout& l = layout_;
-        const int n = l.group_of(s.dim), scaled = l.scaled_channels(s.dim);
-        for (int t = 0; t < s.tokens; ++t, values += s.dim) {
-            const std::byte* const row = block + std::ptrdiff_t{t} * l.row_bytes(s.dim);
-            for (int g = 0; g < l.groups(s.dim); ++g) {
-                const grid of(*this, s, block, t, g);
-                for (int i = 0; i < n; ++i)
-                    values[g * n + i] = of.value(number_of(code_at(row, g * n + i)), l.biased());
-            }
-            for (int c = 0; c < l.wide; ++c)
-                values[scaled + c] =
-                    bfloat16::to_float(detail::load_as<std::uint16_t>(wide_at(s, block, t, c)));
+        const int row = l.row_bytes(s.dim);
+        for (int t = 0; t < s.tokens; ++t) {
+            const std::byte* const scales = scale_at(s, block, t, 0);
+            read(block + std::ptrdiff_t{t} * row, scales, bias_at(s, scales),
+                 l.in_turns ? detail::smaller(4, s.tokens - t / 4 * 4) : l.scale_bytes(), s.dim,
+                 values + std::ptrdiff_t{t} * s.dim);
         }
+    }
+    /// x^ of tokens [from, from + tokens) where their owner keeps them. False: a scale or bias is NaN or
+    /// infinite.
+    bool read(const row_place& of, int dim, int from, int tokens, float* values) const {
+        const record_layout& l = layout_;
+        const int turns = l.in_turns ? 4 : 1;
+        const std::ptrdiff_t group = of.group_stride != 0 ? of.group_stride : l.scale_bytes() * turns;
+        bool finite = true;
+        for (int t = from; t < from + tokens; ++t, values += dim) {
+            const std::ptrdiff_t block = of.blocks ? of.blocks[t / of.block_tokens] : 0,
+                                 in = of.blocks ? t % of.block_tokens : t;
+            const std::byte* const row = of.rows + block * of.block_stride + in * of.row_stride;
+            const std::ptrdiff_t scale =
+                block * of.scale_block_stride + in / turns * turns * of.scale_stride + in % turns;
+            if (l.behind)
+                finite = read(row, of.scales + scale, l.biased() ? of.biases + scale : nullptr, group, dim,
+                              values) &&
+                         finite;
+            else
+                finite =
+                    read(row, row + l.number_bytes(dim), nullptr, l.scale_bytes(), dim, values) && finite;
+        }
+        return finite;
     }
 
     /// One number, as dequantize() gives it: what kernels of a GPU read (cuda/layout/cache_ref.cuh).
@@ -88,7 +107,8 @@ struct token_records {
         if (channel >= scaled)
             return bfloat16::to_float(
                 detail::load_as<std::uint16_t>(wide_at(s, block, token, channel - scaled)));
-        const grid of(*this, s, block, token, channel / l.group_of(s.dim));
+        const std::byte* const scale = scale_at(s, block, token, channel / l.group_of(s.dim));
+        const grid of(*this, scale, bias_at(s, scale));
         return of.value(number_of(code_at(block + std::ptrdiff_t{token} * l.row_bytes(s.dim), channel)),
                         l.biased());
     }
@@ -179,17 +199,33 @@ private:
     struct grid {
         float step, add = 0.0f;
 
-        KVQ_HD KVQ_INLINE grid(const token_records& r, const block_shape& s, const std::byte* block,
-                               int token, int group) noexcept {
-            const std::byte* const scale = r.scale_at(s, block, token, group);
-            step = r.stored_scale(scale);
-            if (r.layout_.biased()) add = half(r.bias_at(s, scale));
+        KVQ_HD KVQ_INLINE grid(const token_records& r, const std::byte* scale, const std::byte* bias) noexcept
+            : step(r.stored_scale(scale)) {
+            if (r.layout_.biased()) add = half(bias);
         }
         KVQ_HD KVQ_INLINE float value(float number, bool biased) const noexcept {
             const float x = rounded_product(number, step);
             return biased ? x + add : x;
         }
     };
+    /// x^ of a token. False: a scale or bias is NaN or infinite.
+    bool read(const std::byte* row, const std::byte* scales, const std::byte* biases,
+              std::ptrdiff_t group_stride, int dim, float* values) const {
+        const record_layout& l = layout_;
+        const int n = l.group_of(dim), scaled = l.scaled_channels(dim);
+        bool finite = true;
+        for (int g = 0; g < l.groups(dim); ++g, scales += group_stride) {
+            const grid of(*this, scales, biases);
+            if (l.biased()) biases += group_stride;
+            finite = finite && detail::is_finite(of.step) && detail::is_finite(of.add);
+            for (int i = g * n; i < (g + 1) * n; ++i)
+                values[i] = of.value(number_of(code_at(row, i)), l.biased());
+        }
+        const std::byte* const wide = row + (l.row_bytes(dim) - 2 * l.wide);
+        for (int c = 0; c < l.wide; ++c)
+            values[scaled + c] = bfloat16::to_float(detail::load_as<std::uint16_t>(wide + 2 * c));
+        return finite;
+    }
     template <class Byte>
     KVQ_HD KVQ_INLINE Byte* wide_at(const block_shape& s, Byte* block, int token, int channel) const {
         const int row = layout_.row_bytes(s.dim);
