@@ -7,12 +7,17 @@
 //   scripts/bench latent --tokens 131072 --heads 16 --rounds 3 --listed 2048
 //     also over so many tokens that are chosen at random for each query (kvq::listed_tokens), and what an
 //     index of int8 and of e4m3 takes to select them
+//   scripts/bench latent --errors
+//     what formats of the rotary channels add to the error of 4-bit latents, against attention in double over
+//     exact ones
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <ctime>
 #include <deque>
+#include <kvq/attention/reference.hpp>
 #include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/schemes/presets.hpp>
@@ -39,7 +44,84 @@ struct row {
         const int tokens = static_cast<int>(latents.size()) / channels;
         sequence.append(0, kvq::token_view(latents.data(), tokens, 1, channels), kvq::no_rows());
     }
+    /// Of a token.
+    double bytes() const {
+        const int format = cache.target_format(kvq::tensor::key, 0);
+        return static_cast<double>(cache.page_bytes(kvq::tensor::key, 0, format, kvq::default_page_tokens)) /
+               kvq::default_page_tokens;
+    }
 };
+
+/// Latents of N(0, 1). Of the 32 pairs of rotary channels four have a mean of size `range`, turned by their
+/// positions; all have noise of N(0, 1), and of a tenth of the mean.
+std::vector<float> turned_latents(int tokens, double range) {
+    std::vector<float> all = bench::random_floats(static_cast<std::size_t>(tokens) * channels, 5);
+    const std::vector<float> noise = bench::random_floats(static_cast<std::size_t>(tokens) * rotary, 6);
+    for (int t = 0; t < tokens; ++t)
+        for (int pair = 0; pair < rotary / 2; ++pair) {
+            float* const x = &all[static_cast<std::size_t>(t * channels + latent + 2 * pair)];
+            const float* const n = &noise[static_cast<std::size_t>(t * rotary + 2 * pair)];
+            const double size = pair % 8 == 4 ? range : 0.0, turn = std::pow(1e4, -2.0 * pair / rotary) * t,
+                         a = size * std::cos(pair) * (1 + 0.1 * n[0]) + x[0],
+                         b = size * std::sin(pair) * (1 + 0.1 * n[1]) + x[1];
+            x[0] = static_cast<float>(a * std::cos(turn) - b * std::sin(turn));
+            x[1] = static_cast<float>(a * std::sin(turn) + b * std::cos(turn));
+        }
+    return all;
+}
+
+void print_errors(int tokens) {
+    constexpr int heads = 16;
+    const kvq::score_scale scale{1.0f / std::sqrt(192.0f)};
+    const kvq::format std4 = kvq::make_format<kvq::std4::keys>(),
+                      kivi = kvq::make_format<kvq::kivi<4, 64>::keys>(), int8 = kvq::make_format<kvq::int8>(),
+                      ref8 = kvq::make_format<kvq::ref8::keys>(),
+                      fp16 = kvq::make_format<kvq::full<kvq::float16>>();
+    std::vector<float> q = bench::random_floats(std::size_t{heads} * channels, 2);
+    for (std::size_t i = 0; i < q.size(); ++i)
+        if (i % channels < latent) q[i] *= 0.6f;
+    const kvq::token_view<const float> queries(q.data(), 1, heads, channels);
+    std::printf("%-44s %12s", "error of outputs, range of rotary channels", "bytes/token");
+    constexpr double ranges[] = {1, 10, 100, 1000};
+    for (const double range : ranges) std::printf(" %8.0f", range);
+    std::printf("\n");
+    struct exact {
+        std::vector<float> keys;
+        std::vector<double> out;
+    };
+    std::vector<exact> all;
+    for (const double range : ranges) {
+        exact& e =
+            all.emplace_back(exact{turned_latents(tokens, range), std::vector<double>(heads * latent)});
+        std::vector<float> values;
+        for (std::size_t t = 0; t < e.keys.size(); t += channels)
+            values.insert(values.end(), &e.keys[t], &e.keys[t] + latent);
+        kvq::reference_attend(kvq::token_view<const float>(e.keys.data(), tokens, 1, channels),
+                              kvq::token_view<const float>(values.data(), tokens, 1, latent), queries,
+                              kvq::token_view<double>(e.out.data(), 1, heads, latent), scale);
+    }
+    for (const kvq::format& first : {std4, kivi, int8})
+        for (const kvq::format& last : {fp16, ref8, int8}) {
+            const kvq::format keys = kvq::with_last_channels(first, last, rotary);
+            std::string line;
+            double bytes = 0;
+            for (const exact& e : all) {
+                const row r(keys, fp16, e.keys);
+                std::vector<float> out(heads * latent);
+                r.sequence.attend(0, queries, kvq::token_view(out.data(), 1, heads, latent), scale);
+                double off = 0, size = 0;
+                for (std::size_t i = 0; i < out.size(); ++i) {
+                    off += std::pow(static_cast<double>(out[i]) - e.out[i], 2);
+                    size += e.out[i] * e.out[i];
+                }
+                char text[16];
+                std::snprintf(text, sizeof text, " %8.2g", std::sqrt(off / size));
+                line += text;
+                bytes = r.bytes();
+            }
+            std::printf("%-44s %12.1f%s\n", keys.name(), bytes, line.c_str());
+        }
+}
 
 double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
 double real_seconds() {
@@ -56,8 +138,14 @@ int main(int argc, char** argv) {
     app.add_option("--query-tokens", query_tokens);
     app.add_option("--rounds", rounds);
     app.add_option("--listed", listed, "tokens of a list for each query; 0: no lists");
+    bool errors = false;
+    app.add_flag("--errors", errors, "errors of formats of the rotary channels");
     app.add_option("--threads", threads)->check(CLI::Range(1, 1024));
     CLI11_PARSE(app, argc, argv);
+    if (errors) {
+        print_errors(tokens);
+        return 0;
+    }
     const kvq::thread_pool pool(threads);
     const auto seconds = [&] { return threads == 1 ? cpu_seconds() : real_seconds(); };
 
@@ -74,6 +162,9 @@ int main(int argc, char** argv) {
     for (const kvq::format& f : {kvq::make_format<kvq::int8>(), kvq::make_format<four_bits>(),
                                  kvq::make_format<kvq::std4::keys>(), kvq::make_format<kvq::std4_h::keys>()})
         rows.emplace_back(kvq::with_fp16_channels(f, rotary), fp16, latents);
+    rows.emplace_back(kvq::with_last_channels(kvq::make_format<kvq::std4::keys>(),
+                                              kvq::make_format<kvq::ref8::keys>(), rotary),
+                      fp16, latents);
     // Queries and weights of one byte; of bfloat16, where the CPU multiplies tiles of it.
     using short_queries = kvq::simd<kvq::arch::best, kvq::query_bytes<1>>;
     const kvq::format bf16_short = kvq::make_format<kvq::full<kvq::bfloat16>, short_queries>();
@@ -102,13 +193,9 @@ int main(int argc, char** argv) {
     std::printf("%d tokens, %d heads, %d query tokens, %d threads\n%-44s %12s %10s %8s %8s\n", tokens, heads,
                 query_tokens, threads, "keys", "bytes/token", "ms", "GMAC/s", "x bf16");
     for (const row& r : rows)
-        std::printf(
-            "%-44s %12.1f %10.2f %8.1f %8.2f\n", r.name.c_str(),
-            static_cast<double>(r.cache.page_bytes(
-                kvq::tensor::key, 0, r.cache.target_format(kvq::tensor::key, 0), kvq::default_page_tokens)) /
-                kvq::default_page_tokens,
-            1e3 * r.seconds, 1e-9 * tokens * static_cast<double>(queries) * (channels + latent) / r.seconds,
-            rows[0].seconds / r.seconds);
+        std::printf("%-44s %12.1f %10.2f %8.1f %8.2f\n", r.name.c_str(), r.bytes(), 1e3 * r.seconds,
+                    1e-9 * tokens * static_cast<double>(queries) * (channels + latent) / r.seconds,
+                    rows[0].seconds / r.seconds);
     if (listed == 0) return 0;
     std::printf("\n%-44s %12s %10s\n", ("lists of " + std::to_string(listed)).c_str(), "ms", "x dense");
     for (const row& r : rows)

@@ -45,12 +45,10 @@ struct latent_pages : bench::shuffled_pages<Pair> {
 
     latent_pages(int sequences, int length, const int* tokens)
         : bench::shuffled_pages<Pair>(sequences, length, tokens) {
-        using first = typename Pair::first_pair;
-        using second = typename Pair::second_pair;
         if constexpr (full_precision<typename Pair::keys>) {
             if constexpr (std::is_same_v<typename Pair::keys::value_type, bfloat16>)
                 round_to_bfloat16<<<1024, 256>>>(reinterpret_cast<std::uint16_t*>(memory), this->bytes / 2);
-        } else if constexpr (cuda::detail::token_record_scheme<typename Pair::keys>) {
+        } else {
             // Some pages are quantized, and all others are copies of them.
             constexpr std::size_t few = 64;
             using source_pair = cuda::latent_pair<full<float16>, dim, 0, value_dim, Pair::page_tokens>;
@@ -70,44 +68,6 @@ struct latent_pages : bench::shuffled_pages<Pair> {
                     memory, Pair::key_block_bytes, memory + i * Pair::key_block_bytes, Pair::key_block_bytes);
             BENCH_OK(cudaDeviceSynchronize());
             for (void* p : {static_cast<void*>(source), static_cast<void*>(all)}) cudaFree(p);
-        } else {
-            // Some pages are quantized, and all others are copies of them.
-            constexpr int few = 64;
-            using source_pair = cuda::block_pair<full<float16>, full<float16>, latent, Pair::page_tokens>;
-            using target_pair =
-                cuda::block_pair<typename Pair::keys, full<float16>, latent, Pair::page_tokens>;
-            std::byte* const source = on_device<std::byte>(few * source_pair::key_block_bytes);
-            std::byte* const target = on_device<std::byte>(few * target_pair::key_block_bytes);
-            std::byte* const values = on_device<std::byte>(few * target_pair::value_block_bytes);
-            bench::fill_normal(source, few * source_pair::key_block_bytes, 3);
-            std::vector<int> numbers(few);
-            std::iota(numbers.begin(), numbers.end(), 0);
-            int* const all = bench::on_device(numbers);
-            const auto fill = [&](auto& r, std::byte* keys, std::byte* other, std::size_t key_bytes,
-                                  std::size_t value_bytes) {
-                r.key_pages = keys;
-                r.value_pages = other;
-                r.key_page_bytes = key_bytes;
-                r.value_page_bytes = value_bytes;
-                r.kv_heads = 1;
-            };
-            cuda::cache_ref<source_pair> from;
-            cuda::cache_ref<target_pair> to;
-            fill(from, source, source, source_pair::key_block_bytes, source_pair::value_block_bytes);
-            fill(to, target, values, target_pair::key_block_bytes, target_pair::value_block_bytes);
-            bench::check(cuda::requantize_pages(from, to, all, all, few, nullptr, nullptr));
-            for (std::size_t i = 0; i < this->count; i += few) {
-                const auto n = static_cast<unsigned>(std::min<std::size_t>(few, this->count - i));
-                place_blocks<<<n, 256>>>(target, first::key_block_bytes, memory + i * Pair::key_block_bytes,
-                                         Pair::key_block_bytes);
-                place_blocks<<<n, 256>>>(source, second::key_block_bytes,
-                                         memory + i * Pair::key_block_bytes + Pair::second_block,
-                                         Pair::key_block_bytes);
-            }
-            BENCH_OK(cudaDeviceSynchronize());
-            for (void* p : {static_cast<void*>(source), static_cast<void*>(target),
-                            static_cast<void*>(values), static_cast<void*>(all)})
-                cudaFree(p);
         }
     }
 };
@@ -198,7 +158,7 @@ double time_format(const char* name, const shape& c, bool json, double baseline)
             c.heads, c.sequences, c.length, name, us, factor, gb, tflops, std::sqrt(off / size), kernel);
     else
         std::printf(
-            "%4d heads %3d x %-6d %-11s %9.1f us  x %.2f  %5.0f GB/s  %4.0f TFLOP/s  error %.2g  %s\n",
+            "%4d heads %3d x %-6d %-18s %9.1f us  x %.2f  %5.0f GB/s  %4.0f TFLOP/s  error %.2g  %s\n",
             c.heads, c.sequences, c.length, name, us, factor, gb, tflops, std::sqrt(off / size), kernel);
     for (void* p : {static_cast<void*>(q), static_cast<void*>(out), workspace, static_cast<void*>(scores),
                     static_cast<void*>(wanted), static_cast<void*>(tokens)})
@@ -206,8 +166,8 @@ double time_format(const char* name, const shape& c, bool json, double baseline)
     return us;
 }
 
-template <class Scheme, int PageTokens>
-using pair = cuda::latent_pair<Scheme, latent, rotary, value_dim, PageTokens>;
+template <class Scheme, int PageTokens, class Last = full<float16>>
+using pair = cuda::latent_pair<Scheme, latent, rotary, value_dim, PageTokens, Last>;
 
 }  // namespace
 
@@ -224,6 +184,8 @@ int main(int argc, char** argv) {
         const double baseline = time_format<pair<full<bfloat16>, 64>>("bf16", c, json, 0.0);
         time_format<pair<typename kivi<4, 64>::keys, 64>>("kivi-4-g64", c, json, baseline);
         time_format<pair<typename std4::keys, 128>>("std4", c, json, baseline);
+        time_format<pair<typename std4::keys, 128, ref8::keys>>("std4-ref8x64", c, json, baseline);
+        time_format<pair<typename kivi<4, 64>::keys, 64, int8>>("kivi-4-g64-int8x64", c, json, baseline);
         time_format<pair<int8, 128>>("int8", c, json, baseline);
         time_format<pair<records_of<record_layout_number("mla-656")>, 64>>("mla-656", c, json, baseline);
     }

@@ -159,7 +159,8 @@ KVQ_API kvq_status kvq_executor_free(kvq_executor* executor);
 // mla-656-pow2, mla-584, mla-528, mla-288, index-132, index-68. Any G of affine and kivi may be asked for.
 // kvq_format_list names all. With "-bounds" at the end of a name, keys carry the range of every channel of a
 // page, by which kvq_mods.selected_tokens ranks pages without reading them. With "-fp16x64" their last 64
-// channels are 16 bit, as keys of KVQ_LATENT have them.
+// channels are 16 bit, as keys of KVQ_LATENT have them, with "-ref8x64" 8 bit with parameters per channel,
+// with "-int8x64" 8 bit with a scale per token.
 
 typedef struct kvq_format_entry {
     size_t size;

@@ -1223,7 +1223,7 @@ TEST_CASE("a latent layer in C: no values are given, and the keys are read as su
     auto o = init<kvq_cache_options>();
     o.layers = 1;
     o.layer_list = list;
-    o.keys = "int8-fp16x8";
+    o.keys = "int8-ref8x8";
     kvq_cache* c = nullptr;
     kvq_sequence* s = nullptr;
     OK(kvq_cache_create(&o, &c));
@@ -1233,7 +1233,7 @@ TEST_CASE("a latent layer in C: no values are given, and the keys are read as su
     CHECK(found.kind == KVQ_LATENT);
     CHECK(found.window == 8);
     kvq::cache cpp({kvq::latent_attention(32, 8)},
-                   {.keys = kvq::find_format("int8-fp16x8", kvq::tensor::key), .sinks = 4, .recent = 32});
+                   {.keys = kvq::find_format("int8-ref8x8", kvq::tensor::key), .sinks = 4, .recent = 32});
     auto sequence = cpp.new_sequence();
     test::generator random(6);
     rows<float> k(random, 300, 1, 40), none(0, 1, 32), q(random, 1, 8, 40), out(1, 8, 32), want(1, 8, 32);

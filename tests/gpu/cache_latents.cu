@@ -58,9 +58,9 @@ struct caches {
         static const std::vector<cuda::device_format> all = [] {
             std::vector<cuda::device_format> list{
                 cuda::make_device_format<
-                    float16, cuda::latent_pair<typename kivi4::keys, Latent, Rotary, values, Page>,
+                    float16, cuda::latent_pair<typename kivi4::keys, Latent, Rotary, values, Page, int8>,
                     cuda::latent_pair<int8, Latent, Rotary, values, Page>,
-                    cuda::latent_pair<std4::keys, Latent, Rotary, values, Page>>(),
+                    cuda::latent_pair<std4::keys, Latent, Rotary, values, Page, ref8::keys>>(),
                 cuda::make_device_format<float16, cuda::index_pair<index_channels, Page, IndexKeys>>()};
             if constexpr (mixed)
                 list.push_back(cuda::make_device_format<float16, cuda::kivi_pair<4, group, dim, Page>,
@@ -70,16 +70,18 @@ struct caches {
         return all;
     }
     static std::vector<std::string> format_names() {
-        const std::string ending = "-fp16x" + std::to_string(Rotary);
+        const std::string n = std::to_string(Rotary), kivi = "kivi-4-g32-int8x" + n, bytes = "int8-fp16x" + n,
+                          preset = "std4-ref8x" + n;
         const std::string index = std::is_same_v<IndexKeys, int8> ? "int8" : "e4m3";
-        if (!mixed) return {"kivi-4-g32" + ending, "int8" + ending, "std4" + ending, index};
-        return {"kivi-4-g32" + ending, "kivi-4-g32", index, "int8" + ending, "std4" + ending};
+        if (!mixed) return {kivi, bytes, preset, index};
+        return {kivi, "kivi-4-g32", index, bytes, preset};
     }
     static format_list key_formats() {
         const format narrow = make_format<typename kivi4::keys, scalar>(),
                      bytes = make_format<int8, scalar>(), index = make_format<IndexKeys, scalar>();
-        const format_list latents = {with_fp16_channels(narrow, Rotary), with_fp16_channels(bytes, Rotary),
-                                     with_fp16_channels(make_format<std4::keys, scalar>(), Rotary)};
+        const format_list latents = {
+            with_last_channels(narrow, bytes, Rotary), with_fp16_channels(bytes, Rotary),
+            with_last_channels(make_format<std4::keys, scalar>(), make_format<ref8::keys, scalar>(), Rotary)};
         if (mixed) return {latents[0], narrow, index, latents[1], latents[2]};
         return {latents[0], latents[1], latents[2], index};
     }
@@ -866,7 +868,7 @@ void check_refusals() {
     const int off = c.channels - c.values - 1;
     refused(open({latent_attention(c.channels - off, off, c.values)},
                  [&](cuda::cache_options& o) { o.formats = {c.names[0]}; }),
-            "rotary channels in 16 bits");
+            "rotary channels in 8 or 16 bits");
     refused(open(c.list, [](cuda::cache_options& o) { o.query_heads = 0; }), "query_heads is 0");
     refused(c.gpu.check_equal_layers("this"), "this takes caches of equal layers");
 

@@ -224,17 +224,17 @@ void check_captured(const char* name) {
     CUDA_OK(cudaStreamDestroy(stream));
 }
 
-template <class Scheme, int PageTokens>
-using v3 = cuda::latent_pair<Scheme, 512, 64, 512, PageTokens>;
+template <class Scheme, int PageTokens, class Last = full<float16>>
+using v3 = cuda::latent_pair<Scheme, 512, 64, 512, PageTokens, Last>;
 
 // Tiles are not made where 32 neighbouring numbers may have parameters of two groups.
 static_assert(cuda::detail::no_latent_tiles<v3<affine<4, per_token<80>>, 32>> != nullptr);
 static_assert(cuda::detail::no_latent_tiles<v3<typename kivi<4, 48>::keys, 96>> != nullptr);
 
 /// Each way in which blocks store codes and parameters, with few channels.
-template <class Scheme, int PageTokens>
+template <class Scheme, int PageTokens, class Last = full<float16>>
 [[maybe_unused]] void check_codec(const char* name) {
-    using quantized = cuda::latent_pair<Scheme, 128, 64, 128, PageTokens>;
+    using quantized = cuda::latent_pair<Scheme, 128, 64, 128, PageTokens, Last>;
     using window = cuda::latent_pair<full<bfloat16>, 128, 64, 128, PageTokens>;
     test::rng r(static_cast<unsigned>(PageTokens));
     double worst = 0.0;
@@ -272,8 +272,8 @@ template <class Pair>
         std::byte* const block = &want[p * Pair::key_block_bytes];
         keys{}.quantize({tensor::key, page, first}, {0, 0}, &left[p * page * first], block);
         if constexpr (first < dim)
-            full<float16>{}.quantize({tensor::key, page, dim - first}, {0, 0},
-                                     &right[p * page * (dim - first)], block + Pair::second_block);
+            typename Pair::last{}.quantize({tensor::key, page, dim - first}, {0, 0},
+                                           &right[p * page * (dim - first)], block + Pair::second_block);
     }
     test::device_buffer<std::byte> memory(std::vector<std::byte>(want.size()));
     const test::device_buffer<float16> x_device(x);
@@ -344,6 +344,7 @@ int main() {
 #if !defined(PART) || PART == 0
     check_refusals();
     check_store<cuda::latent_pair<affine<4, per_token<64>>, 128, 64, 128, 32>>("affine-4-g64");
+    check_store<cuda::latent_pair<affine<4, per_token<64>>, 128, 64, 128, 32, int8>>("affine-4-g64-int8x64");
     check_captured<v3<typename kivi<4, 64>::keys, 64>>("kivi-4-g64");
     check_format<v3<typename kivi<4, 64>::keys, 64>, v3<full<float16>, 64>>("kivi-4-g64");
     check_format<cuda::latent_pair<affine<4, per_token<>>, 40, 8, 40, 12>,
@@ -358,16 +359,19 @@ int main() {
     check_records<cuda::latent_pair<records_of<record_layout_number("mla-288")>, 512, 0, 512, 64>>("mla-288");
     check_codec<typename std4::keys, 128>("std4, few channels");
     check_codec<typename kivi<3, 32>::keys, 32>("kivi-3-g32, pages of 32");
-    check_codec<affine<5, per_token<96>>, 96>("affine-5-g96, pages of 96");
+    check_codec<affine<5, per_token<96>>, 96, int8>("affine-5-g96-int8x64, pages of 96");
+    check_codec<typename std4::keys, 128, ref8::keys>("std4-ref8x64, few channels");
 #endif
 #ifdef __CUDACC__
 #if PART == 1
     check_format<v3<typename std4::keys, 128>, v3<full<bfloat16>, 128>>("std4");
+    check_format<v3<typename std4::keys, 128, ref8::keys>, v3<full<float16>, 128>>("std4-ref8x64");
     check_format<v3<int8, 128>, v3<full<float16>, 128>>("int8");
     check_codec<int8, 32>("int8, pages of 32");
     check_codec<typename hi6::keys, 128>("hi6, few channels");
     check_codec<affine<1, per_token<32>>, 64>("affine-1-g32, few channels");
 #elif PART == 2
+    check_format<v3<typename kivi<4, 64>::keys, 64, int8>, v3<full<bfloat16>, 64>>("kivi-4-g64-int8x64");
     check_format<v3<records_of<record_layout_number("mla-656")>, 64>, v3<full<bfloat16>, 64>>("mla-656");
     check_format<v3<full<bfloat16>, 64>, v3<full<bfloat16>, 64>>("bf16");
     check_format<cuda::latent_pair<typename kivi<2, 32>::keys, 448, 64, 512, 32>,

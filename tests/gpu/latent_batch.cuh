@@ -39,8 +39,8 @@ struct latent_batch {
                 std::byte* const block = &bytes[static_cast<std::size_t>(number) * Pair::key_block_bytes];
                 half<typename Pair::keys, Pair::first_channels>(r, block, b, first, used, 0, 1.0f);
                 if constexpr (Pair::second_channels > 0)
-                    half<full<float16>, Pair::second_channels>(r, block + Pair::second_block, b, first, used,
-                                                               Pair::first_channels, 20.0f);
+                    half<typename Pair::last, Pair::second_channels>(r, block + Pair::second_block, b, first,
+                                                                     used, Pair::first_channels, 20.0f);
             }
         }
     }

@@ -173,8 +173,8 @@ void check_format(const char* name, const char* kernel, unsigned seed) {
     std::printf("%s: relative error %.2g\n", name, worst);
 }
 
-template <class Scheme, int PageTokens>
-using v3 = cuda::latent_pair<Scheme, 512, 64, 512, PageTokens>;
+template <class Scheme, int PageTokens, class Last = full<float16>>
+using v3 = cuda::latent_pair<Scheme, 512, 64, 512, PageTokens, Last>;
 using affine4 = affine<4, per_token<128>>;
 using affine4_g96 = affine<4, per_token<96>>;  // the last group has 32 of 512 channels
 
@@ -210,9 +210,10 @@ int main() {
     check_refusals();
     test::rng r(1);
     check_places<v3<affine4_g96, 32>>(r);
-    check_format<v3<affine4_g96, 32>, v3<full<float16>, 32>>("affine-4-g96", tiles, 2);
-    check_format<cuda::latent_pair<typename kivi<4, 32>::keys, 40, 8, 40, 32>,
-                 cuda::latent_pair<full<bfloat16>, 40, 8, 40, 32>>("kivi-4-g32, few channels", plain, 3);
+    check_format<v3<affine4_g96, 32, int8>, v3<full<float16>, 32>>("affine-4-g96-int8x64", tiles, 2);
+    check_format<cuda::latent_pair<typename kivi<4, 32>::keys, 40, 8, 40, 32, ref8::keys>,
+                 cuda::latent_pair<full<bfloat16>, 40, 8, 40, 32>>("kivi-4-g32-ref8x8, few channels", plain,
+                                                                   3);
     check_places<cuda::latent_pair<records_of<record_layout_number("mla-288")>, 512, 0, 512, 16>>(r);
     check_format<v3<records_of<record_layout_number("mla-656")>, 64>, v3<full<bfloat16>, 64>>("mla-656",
                                                                                               tiles, 8);

@@ -58,10 +58,12 @@ TEST_CASE("a latent is read as keys and as values, whatever became of its tokens
         if (moves) of.rotary = kvq::rotary_embedding{.dims = rotary, .first_channel = latent};
         kvq::cache_options options = test::random_options(random);
         options.window = test::random_window(random);
+        const std::vector<kvq::format> lasts{format_of<kvq::full<kvq::float16>>(), format_of<kvq::int8>(),
+                                             format_of<kvq::ref8::keys>()};
         for (const kvq::format& f :
              {format_of<kvq::affine<4, kvq::per_channel<32>>>(), format_of<kvq::std4_h::keys>(),
               format_of<kvq::affine<5, kvq::per_token<64>>>(), format_of<kvq::low2::keys>()})
-            options.keys.push_back(kvq::with_fp16_channels(f, rotary));
+            options.keys.push_back(kvq::with_last_channels(f, random.pick(lasts), rotary));
         options.keys.push_back(format_of<kvq::int8>());
         of.formats.key = random.between(0, 4);
         kvq::cache cache({of}, options);
@@ -152,6 +154,13 @@ TEST_CASE("a latent is read as keys and as values, whatever became of its tokens
 TEST_CASE("a latent is stored once: 400 bytes per token at 4 bits, with its rotary channels in 16") {
     const kvq::layer of = kvq::latent_attention(512, 64);
     kvq::cache_options options;
+    const auto bytes = [&](const kvq::format& keys) {
+        return kvq::cache({of}, {.keys = keys}).page_bytes(tensor::key, 0, 1, 128);
+    };
+    for (const kvq::format& last : {format_of<kvq::int8>(), format_of<kvq::ref8::keys>()}) {
+        CHECK(bytes(kvq::with_last_channels(format_of<kvq::kivi<4, 64>::keys>(), last, 64)) == 356u * 128u);
+        CHECK(bytes(kvq::with_last_channels(format_of<kvq::std4::keys>(), last, 64)) <= 350u * 128u);
+    }
     options.keys = kvq::with_fp16_channels(format_of<kvq::std4::keys>(), 64);
     options.rollback = 0;
     test::counting_resource memory;
@@ -180,6 +189,62 @@ TEST_CASE("a latent is stored once: 400 bytes per token at 4 bits, with its rota
     // Attention takes scratch for a tile, however long the text.
     CHECK(cache.attention_workspace(1 << 20, 16) - cache.attention_workspace(1 << 17, 16) <
           std::size_t{1 << 20} * 16 * 4);
+}
+
+TEST_CASE("a block is that of the first channels and that of the last ones, in the bytes of both formats") {
+    test::generator random(test::seed());
+    INFO("KVQ_SEED=", test::seed());
+    const kvq::format firsts[] = {format_of<kvq::std4::keys>(), format_of<kvq::kivi<4>::keys>(),
+                                  format_of<kvq::std4_h::keys>(), format_of<kvq::int8>()},
+                      lasts[] = {format_of<kvq::full<kvq::float16>>(), format_of<kvq::int8>(),
+                                 format_of<kvq::ref8::keys>()};
+    for (const kvq::format& first : firsts)
+        for (const kvq::format& last : lasts)
+            for (const int tokens : {1, 37, 128})
+                for (const int n : {4, 64}) {
+                    CAPTURE(first.name());
+                    CAPTURE(last.name());
+                    CAPTURE(tokens);
+                    const kvq::format both = kvq::with_last_channels(first, last, n);
+                    const int latent = random.between(1, 80);
+                    const kvq::block_shape all{tensor::key, tokens, latent + n},
+                        parts[] = {{tensor::key, tokens, latent}, {tensor::key, tokens, n}};
+                    const auto x = test::random_tensor(random, tokens, 1, all.dim);
+                    std::vector<float> of_part[2], want(all.values());
+                    for (int t = 0; t < tokens; ++t)
+                        for (int c = 0; c < all.dim; ++c)
+                            of_part[c >= latent].push_back(x.view().at(t, 0)[c]);
+                    std::vector<std::byte> bytes[2];
+                    for (const int i : {0, 1}) {
+                        const kvq::format& f = i == 0 ? first : last;
+                        bytes[i].resize(f.block_bytes(parts[i]));
+                        f.functions().quantize_values(f.scheme(), parts[i], {}, of_part[i].data(),
+                                                      bytes[i].data());
+                        std::vector<float> read(parts[i].values());
+                        f.functions().dequantize(f.scheme(), parts[i], {}, bytes[i].data(),
+                                                 kvq::float_type::fp32, read.data(), parts[i].dim,
+                                                 read.data());
+                        for (int t = 0; t < tokens; ++t)
+                            std::copy_n(&read[static_cast<std::size_t>(t * parts[i].dim)], parts[i].dim,
+                                        &want[static_cast<std::size_t>(t * all.dim + i * latent)]);
+                    }
+                    bytes[0].insert(bytes[0].end(), bytes[1].begin(), bytes[1].end());
+                    std::vector<std::byte> block(both.block_bytes(all), std::byte{0xa5});
+                    std::vector<float> values = x.values();
+                    both.functions().quantize_values(both.scheme(), all, {}, values.data(), block.data());
+                    REQUIRE(block == bytes[0]);
+                    // in place, and to rows that lie apart
+                    both.functions().dequantize(both.scheme(), all, {}, block.data(), kvq::float_type::fp32,
+                                                values.data(), all.dim, values.data());
+                    REQUIRE(values == want);
+                    std::vector<float> apart(static_cast<std::size_t>(tokens * (all.dim + 3))),
+                        scratch(all.values());
+                    both.functions().dequantize(both.scheme(), all, {}, block.data(), kvq::float_type::fp32,
+                                                apart.data(), all.dim + 3, scratch.data());
+                    for (int t = 0; t < tokens; ++t)
+                        REQUIRE(std::equal(want.begin() + t * all.dim, want.begin() + (t + 1) * all.dim,
+                                           apart.begin() + t * (all.dim + 3)));
+                }
 }
 
 TEST_CASE("outputs of a 4-bit latent are off by what its codec loses, and no more") {
@@ -326,7 +391,8 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
     refused(
         of,
         "layer 0, latent of 32 + 8 channels, 1 x 40 and 32: key format 1, affine4-token-g64-fp16, does not "
-        "keep its 8 rotary channels in 16 bits: name one that ends in -fp16x8");
+        "keep its 8 rotary channels in 8 or 16 bits: name one that ends in -fp16x8, -int8x8 or -ref8x8, or "
+        "has codes of 8 bits");
     of = kvq::latent_attention(32, 4);
     refused(of, "key format 0, affine4-token-g64-fp16-fp16x8, does not keep its 4 rotary channels");
     refused(kvq::latent_attention(8, 0),
@@ -408,6 +474,15 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
     const char* const twice = "cannot get 8 channels in fp16: they come once, and before bounds";
     says([&] { (void)kvq::with_fp16_channels(eight, 8); }, twice);
     says([&] { (void)kvq::with_fp16_channels(kvq::with_bounds(format_of<kvq::int8>()), 8); }, twice);
+    says([&] { (void)kvq::with_last_channels(format_of<kvq::int8>(), format_of<kvq::std4_h::keys>(), 8); },
+         "last channels are in fp16, int8 or ref8, not in hadamard-");
+    says(
+        [&] {
+            (void)kvq::with_last_channels(
+                kvq::with_last_channels(format_of<kvq::int8>(), format_of<kvq::int8>(), 8),
+                format_of<kvq::ref8::keys>(), 4);
+        },
+        "int8-token-fp32-int8x8 cannot get 4 channels in ref8: they come once");
     CHECK(kvq::cache({of}, {.keys = kvq::with_bounds(eight)}).attention_workspace(128, 4) > 0);
     // Parameters of short pages are no bits of codes.
     says([&] { kvq::cache short_pages({of}, {.keys = format_of<kvq::affine<4>>(), .page_tokens = 1}); },

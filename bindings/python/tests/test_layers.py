@@ -199,7 +199,7 @@ class Cross(Base):
 
 class Latent(Base):
     def test_keys_are_values(self):
-        cache = kvq.Cache([kvq.latent_attention(64, 8)], keys="fp32,kivi-4-g32-fp16x8", window="fp32", **OPTIONS)
+        cache = kvq.Cache([kvq.latent_attention(64, 8)], keys="fp32,kivi-4-g32-fp16x8,kivi-4-g32-int8x8", window="fp32", **OPTIONS)
         layer = cache.layers[0]
         self.assertEqual((layer.kind, layer.head_dim, layer.value_dim, layer.window), ("latent", 72, 64, 8))
         s = cache.new_sequence()
@@ -207,8 +207,9 @@ class Latent(Base):
         s.append(0, k, None)
         np.testing.assert_allclose(s.attend(0, q), attention(q, k, k[:, :, :64])[0], atol=2e-6)
         self.assertEqual(s.usage().bytes, cache.footprint(90).total)
-        cache.requantize([s], keys="kivi-4-g32-fp16x8")
-        self.assertTrue((cache.from_bytes(s.to_bytes()).attend(0, q) == s.attend(0, q)).all())
+        for keys in ("kivi-4-g32-fp16x8", "kivi-4-g32-int8x8"):
+            cache.requantize([s], keys=keys)
+            self.assertTrue((cache.from_bytes(s.to_bytes()).attend(0, q) == s.attend(0, q)).all())
         self.refused("layer 0, latent of 64 \\+ 8 channels, 1 x 72 and 64: it takes keys alone", s.append, 0, k, k)
         self.refused("does not keep its 8 rotary channels", kvq.Cache, [kvq.latent_attention(64, 8)], keys="std4")
 

@@ -256,7 +256,7 @@ KVQ_FUNC void cache::expect_holds_rotary(int layer, int listed) const {
     if (of.rotary_channels == 0) return;
     const format& f = keys_[listed + 1];
     const std::string_view name = f.name(), inner = detail::name_before_bounds(name);
-    const int apart = detail::fp16_channels_of(inner.empty() ? name : inner).channels;
+    const int apart = detail::last_channels_of(inner.empty() ? name : inner).channels;
     // Bits of codes: parameters make no number finer. Those of a short page would count, and its padding.
     const block_shape block{tensor::key, 1024, of.head_dim};
     const std::size_t codes = f.functions().code_bytes(f.scheme(), block);
@@ -264,8 +264,9 @@ KVQ_FUNC void cache::expect_holds_rotary(int layer, int listed) const {
         (apart > 0 || (codes > 0 ? codes : f.block_bytes(block)) < block.values()))
         detail::fail(detail::describe_layer(layer, of), ": key format ", listed, ", ", format_text(f),
                      ", does not keep its ", of.rotary_channels,
-                     " rotary channels in 16 bits: name one that ends in -fp16x", of.rotary_channels,
-                     " or has codes of 8 bits");
+                     " rotary channels in 8 or 16 bits: name one that ends in -fp16x", of.rotary_channels,
+                     ", -int8x", of.rotary_channels, " or -ref8x", of.rotary_channels,
+                     ", or has codes of 8 bits");
 }
 
 KVQ_FUNC void cache::expect_values_stay(int layer, std::int64_t by) const {

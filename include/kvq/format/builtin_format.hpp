@@ -7,7 +7,7 @@
 // Names: fp16, bf16, fp32, int8, e4m3, affine-B-gG, kivi-B-gG, every preset (schemes/presets.hpp), and every
 // row_layout (schemes/row_layout.hpp: fp8, nvfp4, q8_0, ...). B: bits, 1 to 8. G: values that share a scale;
 // 32, 64 and 128 are listed, and find_format takes any other G as well, and "-bounds" (format/bounds.hpp) and
-// "-fp16x64" (format/latent.hpp) behind any name.
+// "-fp16x64", "-int8x64", "-ref8x64" (format/latent.hpp) behind any name.
 #pragma once
 
 #include "format.hpp"

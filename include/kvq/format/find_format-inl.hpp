@@ -90,10 +90,11 @@ format with_ending(std::string_view name, tensor role, const Make& make) {
         return role == tensor::key ? with_bounds(f) : f;
     }
     if (name == "nested8") return with_lower_plane(make("nested4"));
-    const auto [inner, channels] = fp16_channels_of(name);
+    const auto [inner, last, channels] = last_channels_of(name);
     if (inner.empty()) return {};
     const format f = make(inner);
-    return role == tensor::key ? with_fp16_channels(f, channels) : f;
+    if (role != tensor::key) return f;
+    return last == "fp16" ? with_fp16_channels(f, channels) : with_last_channels(f, make(last), channels);
 }
 
 KVQ_FUNC format asked_as(std::string_view name, format made) {

@@ -5,7 +5,8 @@
 //   find_format("int8-bounds", tensor::key)                    with bounds, for selected_pages
 //                                                              (format/bounds.hpp)
 //   find_format("std4-fp16x64", tensor::key)                   the last 64 channels in 16 bits, for latent
-//                                                              layers (format/latent.hpp)
+//                                                              layers (format/latent.hpp); std4-int8x64,
+//                                                              std4-ref8x64: in 8
 //   find_rows_format("fp8", k_scale)                           bytes of another system that have a scale
 //   cache cache(shape, preset("std4"));                        both formats, window and page size
 //   find_format("low2", tensor::key, statistics)               keys made from statistics
@@ -33,8 +34,8 @@ void for_each_format(F&& f) {
     for (std::size_t i = 0; i < count; ++i) f(formats[i]);
 }
 
-/// "NAME-bounds", "NAME-fp16x64": format NAME; as keys with_bounds() (format/bounds.hpp),
-/// with_fp16_channels() (format/latent.hpp).
+/// "NAME-bounds", "NAME-fp16x64", -int8x64, -ref8x64: format NAME; as keys with_bounds() (format/bounds.hpp),
+/// with_last_channels() (format/latent.hpp).
 [[nodiscard]] format find_format(std::string_view name, tensor role);
 /// The format made from statistics, if it takes them; else the same as without them.
 [[nodiscard]] format find_format(std::string_view name, tensor role, const calibration& statistics);

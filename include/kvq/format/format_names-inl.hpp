@@ -47,19 +47,39 @@ KVQ_FUNC std::string_view name_before_bounds(std::string_view name) noexcept {
     return name.ends_with(ending) ? name.substr(0, name.size() - ending.size()) : std::string_view{};
 }
 
-KVQ_FUNC fp16_channels_name fp16_channels_of(std::string_view name) noexcept {
-    constexpr std::string_view ending = "-fp16x";
-    const std::size_t at = name.rfind(ending);
+/// What last channels may be in.
+struct last_channels_scheme {
+    const char* name;
+    std::string_view scheme;
+};
+inline constexpr last_channels_scheme last_channels_schemes[] = {
+    {"fp16", "fp16"}, {"int8", "int8-token-fp32"}, {"ref8", "affine8-channel-g64-fp16"}};
+
+KVQ_FUNC last_channels_name last_channels_of(std::string_view name) noexcept {
+    const std::size_t at = name.rfind('-');
     if (at == std::string_view::npos || at == 0) return {};
-    fp16_channels_name found{name.substr(0, at)};
-    const char *const first = name.data() + at + ending.size(), *const last = name.data() + name.size();
-    const auto [end, error] = std::from_chars(first, last, found.channels);
-    return error == std::errc() && end == last && found.channels > 0 ? found : fp16_channels_name{};
+    for (const auto& [of, scheme] : last_channels_schemes) {
+        const std::string_view last = of;
+        if (!name.substr(at + 1).starts_with(last)) continue;
+        const std::size_t digits = at + 1 + last.size() + 1;
+        if (digits >= name.size() || name[digits - 1] != 'x') continue;
+        last_channels_name found{name.substr(0, at), last};
+        const char* const end = name.data() + name.size();
+        const auto [read, error] = std::from_chars(name.data() + digits, end, found.channels);
+        if (error == std::errc() && read == end && found.channels > 0) return found;
+    }
+    return {};
+}
+
+KVQ_FUNC const char* last_channels_name_of(std::string_view scheme) noexcept {
+    for (const last_channels_scheme& s : last_channels_schemes)
+        if (s.scheme == scheme) return s.name;
+    return "";
 }
 
 KVQ_FUNC std::vector<std::string> built_in_names(std::string_view scheme, tensor role) {
     std::string_view inner = name_before_bounds(scheme);
-    if (inner.empty()) inner = fp16_channels_of(scheme).inner;
+    if (inner.empty()) inner = last_channels_of(scheme).inner;
     if (!inner.empty()) {
         auto names = built_in_names(inner, role);
         for (std::string& name : names) name += scheme.substr(inner.size());

@@ -26,12 +26,16 @@ std::vector<std::string> built_in_names(std::string_view scheme, tensor role);
 /// NAME of "NAME-bounds"; else empty.
 std::string_view name_before_bounds(std::string_view name) noexcept;
 
-/// A name that ends in "-fp16x64", such as "std4-fp16x64".
-struct fp16_channels_name {
+/// A name that ends in "-fp16x64", "-int8x64" or "-ref8x64", such as "std4-fp16x64".
+struct last_channels_name {
     std::string_view inner;  ///< what stands before the ending; empty: the name has none
+    std::string_view last;   ///< "fp16"
     int channels = 0;
 };
-fp16_channels_name fp16_channels_of(std::string_view name) noexcept;
+last_channels_name last_channels_of(std::string_view name) noexcept;
+
+/// The name by which a name has last channels of this scheme; empty: there are none.
+const char* last_channels_name_of(std::string_view scheme) noexcept;
 
 }  // namespace detail
 

@@ -1,6 +1,7 @@
 // Definitions of latent.hpp.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <string>
@@ -120,16 +121,60 @@ private:
     }
 };
 
-/// The functions of a format whose last channels are fp16. The state is the record itself.
-struct fp16_channels_record : format_record {
-    format inner;
+/// Values [tokens][first + last] to [tokens][first], then [tokens][last]. O(values log tokens)
+KVQ_FUNC void split_rows(float* values, int tokens, int first, int last) {
+    float spare[2048];
+    const std::ptrdiff_t n = first, m = last, all = n + m;
+    if (tokens == 1) return;
+    if (tokens * m > std::ssize(spare)) {
+        const int half = tokens / 2;
+        float* const rest = values + half * all;
+        split_rows(values, half, first, last);
+        split_rows(rest, tokens - half, first, last);
+        std::rotate(values + half * n, rest, rest + (tokens - half) * n);
+        return;
+    }
+    for (std::ptrdiff_t t = 0; t < tokens; ++t) {
+        std::copy_n(values + t * all + n, m, spare + t * m);
+        std::copy_n(values + t * all, n, values + t * n);
+    }
+    std::copy_n(spare, tokens * m, values + tokens * n);
+}
+/// And back.
+KVQ_FUNC void join_rows(float* values, int tokens, int first, int last) {
+    float spare[2048];
+    const std::ptrdiff_t n = first, m = last, all = n + m;
+    if (tokens == 1) return;
+    if (tokens * m > std::ssize(spare)) {
+        const int half = tokens / 2;
+        float* const rest = values + half * all;
+        std::rotate(values + half * n, values + tokens * n, values + tokens * n + half * m);
+        join_rows(values, half, first, last);
+        join_rows(rest, tokens - half, first, last);
+        return;
+    }
+    std::copy_n(values + tokens * n, tokens * m, spare);
+    for (std::ptrdiff_t t = tokens - 1; t >= 0; --t) {
+        std::copy_backward(values + t * n, values + (t + 1) * n, values + t * all + n);
+        std::copy_n(spare + t * m, m, values + t * all + n);
+    }
+}
+
+/// The functions of a format whose last channels are in another one. The state is the record itself.
+struct last_channels_record : format_record {
+    format inner, outer;
     int channels;
     format_functions table;
     short_text held_name;
 
-    fp16_channels_record(format of, int n)
-        : inner(std::move(of)), channels(n), table(inner.functions()), held_name(inner.name()) {
-        const short_text ending = short_text("-fp16x") + short_text::of(channels);
+    last_channels_record(format of, format of_last, int n)
+        : inner(std::move(of)),
+          outer(std::move(of_last)),
+          channels(n),
+          table(inner.functions()),
+          held_name(inner.name()) {
+        const short_text ending = short_text("-") + short_text(last_channels_name_of(outer.name())) +
+                                  short_text("x") + short_text::of(channels);
         held_name += ending;
         functions = &table;
         scheme = this;
@@ -140,10 +185,10 @@ struct fp16_channels_record : format_record {
         has_state = inner.record().has_state;
         has_fingerprint = inner.record().has_fingerprint;
         fingerprint = inner.record().fingerprint;
-        destroy = [](format_record* self) { delete static_cast<fp16_channels_record*>(self); };
+        destroy = [](format_record* self) { delete static_cast<last_channels_record*>(self); };
 
         table.values = false;
-        table.begins_once[0] = table.begins_once[0] && fp16().functions().begins_once[0];
+        table.begins_once[0] = table.begins_once[0] && outer.functions().begins_once[0];
         table.holds_values = false;
         table.plans = nullptr;
         table.write_tokens = nullptr;
@@ -152,64 +197,78 @@ struct fp16_channels_record : format_record {
         table.estimates_first = false;
         table.plan_bytes = plan_at(2);
         table.check = [](const void* self, const cache_shape& shape, tensor role) {
-            const fp16_channels_record& r = of_state(self);
+            const last_channels_record& r = of_state(self);
             if (shape.head_dim <= r.channels)
-                fail(r.asked_name[0] == '\0' ? r.name : r.asked_name, " has ", r.channels,
-                     " channels in fp16, and a layer of the cache has keys of ", shape.head_dim);
+                fail(r.asked_name[0] == '\0' ? r.name : r.asked_name, " has ", r.channels, " channels in ",
+                     last_channels_name_of(r.outer.name()), ", and a layer of the cache has keys of ",
+                     shape.head_dim);
             cache_shape part = shape;
             part.head_dim -= r.channels;
             r.inner.functions().check(r.inner.scheme(), part, role);
+            part.head_dim = r.channels;
+            r.outer.functions().check(r.outer.scheme(), part, role);
         };
         table.block_bytes = [](const void* self, const block_shape& shape) {
-            const fp16_channels_record& r = of_state(self);
-            return r.inner.block_bytes(r.first(shape)) + r.fp16().block_bytes(r.last(shape));
+            const last_channels_record& r = of_state(self);
+            return r.inner.block_bytes(r.first(shape)) + r.outer.block_bytes(r.last(shape));
         };
         table.code_bytes = [](const void* self, const block_shape& shape) {
-            const fp16_channels_record& r = of_state(self);
+            const last_channels_record& r = of_state(self);
             return r.inner.functions().code_bytes(r.inner.scheme(), r.first(shape)) +
-                   r.fp16().block_bytes(r.last(shape));
+                   r.outer.functions().code_bytes(r.outer.scheme(), r.last(shape));
         };
         table.quantize = &quantize;
         table.quantize_values = [](const void* self, const block_shape& shape, block_id id, float* values,
                                    std::byte* block) {
-            const fp16_channels_record& r = of_state(self);
-            const std::uint32_t found = r.write_fp16(shape, values, block);
+            const last_channels_record& r = of_state(self);
+            const std::uint32_t found = r.quantize_last(shape, id, values, block);
             return found +
                    r.inner.functions().quantize_values(r.inner.scheme(), r.first(shape), id, values, block);
         };
         table.requantize_values = [](const void* self, const block_shape& shape, block_id id, float* values,
                                      float* token_scales, std::byte* block) {
-            const fp16_channels_record& r = of_state(self);
-            const std::uint32_t found = r.write_fp16(shape, values, block);
+            const last_channels_record& r = of_state(self);
+            const std::uint32_t found = r.quantize_last(shape, id, values, block);
             return found + r.inner.functions().requantize_values(r.inner.scheme(), r.first(shape), id, values,
                                                                  token_scales, block);
         };
         if (table.read_token_scales)
             table.read_token_scales = [](const void* self, const block_shape& shape, const std::byte* block,
                                          float* scales) {
-                const fp16_channels_record& r = of_state(self);
+                const last_channels_record& r = of_state(self);
                 r.inner.functions().read_token_scales(r.inner.scheme(), r.first(shape), block, scales);
             };
         table.dequantize = &dequantize;
         table.dequantize_tokens = [](const void* self, const block_shape& shape, block_id id,
                                      const std::byte* block, const std::int32_t* tokens, int count,
                                      float* out, std::ptrdiff_t stride, float* scratch) {
-            const fp16_channels_record& r = of_state(self);
+            const last_channels_record& r = of_state(self);
             r.inner.functions().dequantize_tokens(r.inner.scheme(), r.first(shape), id, block, tokens, count,
                                                   out, stride, scratch);
-            r.fp16().functions().dequantize_tokens(r.fp16().scheme(), r.last(shape), id,
-                                                   block + r.fp16_at(shape), tokens, count,
-                                                   out + shape.dim - r.channels, stride, scratch);
+            r.outer.functions().dequantize_tokens(r.outer.scheme(), r.last(shape), id,
+                                                  block + r.last_at(shape), tokens, count,
+                                                  out + shape.dim - r.channels, stride, scratch);
         };
         table.make_plan = &make_plan;
         table.begin = &begin;
         table.finish = &finish;
         table.describe = [](const void* self, const block_shape& shape, float_type window) {
-            const fp16_channels_record& r = of_state(self);
-            return r.inner.functions().describe(r.inner.scheme(), r.first(shape), window);
+            const last_channels_record& r = of_state(self);
+            format_description d = r.inner.functions().describe(r.inner.scheme(), r.first(shape), window);
+            const format_description last =
+                r.outer.functions().describe(r.outer.scheme(), r.last(shape), window);
+            const auto both = [](bool& fast, format_description::text& by, bool other,
+                                 const format_description::text& other_by) {
+                if (fast && !other) std::memcpy(by, other_by, sizeof by);
+                fast = fast && other;
+            };
+            both(d.quantize, d.quantize_by, last.quantize, last.quantize_by);
+            both(d.dequantize, d.dequantize_by, last.dequantize, last.dequantize_by);
+            both(d.attend, d.attend_by, last.attend, last.attend_by);
+            return d;
         };
         if (table.plan_key_values) {
-            table.key_values_plan_bytes = values_plan_at(1) + key_values_product::plan_bytes(fp16());
+            table.key_values_plan_bytes = values_plan_at(1) + key_values_product::plan_bytes(outer);
             table.plan_key_values = &plan_key_values;
             table.begin_key_values = &begin_key_values;
             table.finish_key_values = &finish_key_values;
@@ -217,103 +276,96 @@ struct fp16_channels_record : format_record {
         if (!table.transforms) return;
         table.transform_query = [](const void* self, const block_shape& shape, block_id id, float* x,
                                    std::ptrdiff_t stride, int count) {
-            const fp16_channels_record& r = of_state(self);
+            const last_channels_record& r = of_state(self);
             r.inner.functions().transform_query(r.inner.scheme(), r.first(shape), id, x, stride, count);
         };
         table.restore_output = [](const void* self, const block_shape& shape, block_id id, float* y,
                                   std::ptrdiff_t stride, int count) {
-            const fp16_channels_record& r = of_state(self);
+            const last_channels_record& r = of_state(self);
             r.inner.functions().restore_output(r.inner.scheme(), r.first(shape), id, y, stride, count);
         };
     }
 
 private:
-    static const fp16_channels_record& of_state(const void* self) noexcept {
-        return *static_cast<const fp16_channels_record*>(self);
+    static const last_channels_record& of_state(const void* self) noexcept {
+        return *static_cast<const last_channels_record*>(self);
     }
-    const format& fp16() const { return inner.functions().backend->fp16(); }
     block_shape first(const block_shape& s) const noexcept { return {s.role, s.tokens, s.dim - channels}; }
     block_shape last(const block_shape& s) const noexcept { return {s.role, s.tokens, channels}; }
-    std::size_t fp16_at(const block_shape& s) const { return inner.block_bytes(first(s)); }
+    std::size_t last_at(const block_shape& s) const { return inner.block_bytes(first(s)); }
 
-    /// A plan is [record and bytes of the inner workspace][plan of the inner format][plan of the fp16
+    /// A plan is [record and bytes of the inner workspace][plan of the inner format][plan of the last
     /// channels].
     struct plan_head {
-        const fp16_channels_record* of;
+        const last_channels_record* of;
         std::size_t inner_workspace;
     };
     std::size_t plan_at(int part) const {
         const std::size_t sizes[] = {sizeof(plan_head), inner.functions().plan_bytes,
-                                     fp16().functions().plan_bytes};
+                                     outer.functions().plan_bytes};
         std::size_t at = 0;
         for (int i = 0; i <= part; ++i) at += whole_lines(sizes[i]);
         return at;
     }
 
-    /// Writes the last channels of values [tokens][dim], and leaves the others as [tokens][dim - channels].
-    std::uint32_t write_fp16(const block_shape& shape, float* values, std::byte* block) const {
-        const block_shape part = last(shape);
-        std::byte* const to = block + fp16_at(shape);
-        std::memset(to, 0, fp16().block_bytes(part));
+    /// Quantizes the last channels of values [tokens][dim], and leaves the others as [tokens][dim -
+    /// channels].
+    std::uint32_t quantize_last(const block_shape& shape, block_id id, float* values,
+                                std::byte* block) const {
         const int n = shape.dim - channels;
-        const std::uint32_t found = fp16().functions().write_tokens(part, to, float_type::fp32, values + n,
-                                                                    shape.dim, shape.tokens, 0);
-        for (int t = 1; t < shape.tokens; ++t)
-            std::memmove(values + std::ptrdiff_t{t} * n, values + std::ptrdiff_t{t} * shape.dim,
-                         static_cast<std::size_t>(n) * sizeof(float));
-        return found;
+        split_rows(values, shape.tokens, n, channels);
+        return outer.functions().quantize_values(outer.scheme(), last(shape), id,
+                                                 values + std::ptrdiff_t{n} * shape.tokens,
+                                                 block + last_at(shape));
     }
 
     static std::uint32_t quantize(const void* self, const block_shape& shape, block_id id, float_type type,
                                   const std::byte* from, std::byte* block, float* scratch) {
-        const fp16_channels_record& r = of_state(self);
+        const last_channels_record& r = of_state(self);
         visit_float_type(type, [&]<class T>(T) {
-            if constexpr (std::is_same_v<T, float16>)
-                r.fp16().functions().dequantize(r.fp16().scheme(), shape, id, from, float_type::fp32, scratch,
-                                                shape.dim, scratch);
-            else
+            if constexpr (std::is_same_v<T, float16>) {
+                const format& fp16 = r.inner.functions().backend->fp16();
+                fp16.functions().dequantize(fp16.scheme(), shape, id, from, float_type::fp32, scratch,
+                                            shape.dim, scratch);
+            } else {
                 full<T>{}.dequantize(shape, id, from, scratch);
+            }
         });
         return r.table.quantize_values(self, shape, id, scratch, block);
     }
 
     static void dequantize(const void* self, const block_shape& shape, block_id id, const std::byte* block,
                            float_type type, void* out, std::ptrdiff_t stride, float* scratch) {
-        const fp16_channels_record& r = of_state(self);
+        const last_channels_record& r = of_state(self);
         const block_shape first = r.first(shape), last = r.last(shape);
-        const std::size_t size = size_of(type);
-        auto* const to = static_cast<std::byte*>(out);
-        const std::byte* const fp16_block = block + r.fp16_at(shape);
-        // Rows that are dequantized in place have no room for the scratch of the inner format between them.
-        const bool in_place = out == scratch;
-        r.inner.functions().dequantize(r.inner.scheme(), first, id, block, type, out,
-                                       in_place ? first.dim : stride, scratch);
-        if (!in_place) {
-            r.fp16().functions().dequantize(r.fp16().scheme(), last, id, fp16_block, type,
-                                            to + static_cast<std::size_t>(first.dim) * size, stride, scratch);
-            return;
-        }
-        const value_layout<float16> layout(last);
-        for (int t = shape.tokens - 1; t >= 0; --t) {
-            float* const row = scratch + std::ptrdiff_t{t} * shape.dim;
-            std::memmove(row, scratch + std::ptrdiff_t{t} * first.dim,
-                         static_cast<std::size_t>(first.dim) * sizeof(float));
-            for (int c = 0; c < last.dim; ++c)
-                row[first.dim + c] =
-                    static_cast<float>(load_as<float16>(fp16_block + 2 * layout.element(t, c)));
+        const auto read = [&](const format& f, const block_shape& part, const std::byte* from, void* to,
+                              std::ptrdiff_t to_stride, float* room) {
+            f.functions().dequantize(f.scheme(), part, id, from, type, to, to_stride, room);
+        };
+        // Rows that are dequantized in place have no room for the scratch of a part between them.
+        if (out == scratch) {
+            float* const behind = scratch + first.values();
+            read(r.inner, first, block, scratch, first.dim, scratch);
+            read(r.outer, last, block + r.last_at(shape), behind, last.dim, behind);
+            join_rows(scratch, shape.tokens, first.dim, last.dim);
+        } else {
+            read(r.inner, first, block, out, stride, scratch);
+            read(r.outer, last, block + r.last_at(shape),
+                 static_cast<std::byte*>(out) + static_cast<std::size_t>(first.dim) * size_of(type), stride,
+                 scratch);
         }
     }
 
     static std::size_t make_plan(const void* self, const block_shape& shape, block_id id, int rows,
                                  void* plan) {
-        const fp16_channels_record& r = of_state(self);
+        const last_channels_record& r = of_state(self);
         auto* const at = static_cast<std::byte*>(plan);
         const auto part = [&](int i) -> void* { return at ? at + r.plan_at(i) : nullptr; };
         const std::size_t inner_bytes =
             whole_lines(r.inner.functions().make_plan(r.inner.scheme(), r.first(shape), id, rows, part(0)));
         if (at) ::new (plan) plan_head{&r, inner_bytes};
         return inner_bytes +
-               r.fp16().functions().make_plan(r.fp16().scheme(), r.last(shape), id, rows, part(1));
+               r.outer.functions().make_plan(r.outer.scheme(), r.last(shape), id, rows, part(1));
     }
     static void begin(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
                       const float* x, std::ptrdiff_t x_stride, std::byte* workspace) {
@@ -321,8 +373,8 @@ private:
         const auto* const at = static_cast<const std::byte*>(plan);
         const block_shape first = r->first(shape);
         r->inner.functions().begin(at + r->plan_at(0), first, id, block, x, x_stride, workspace);
-        r->fp16().functions().begin(at + r->plan_at(1), r->last(shape), id, block + r->fp16_at(shape),
-                                    x + first.dim, x_stride, workspace + inner_workspace);
+        r->outer.functions().begin(at + r->plan_at(1), r->last(shape), id, block + r->last_at(shape),
+                                   x + first.dim, x_stride, workspace + inner_workspace);
     }
     static void finish(const void* plan, const block_shape& shape, block_id id, const std::byte* block,
                        const float* x, std::ptrdiff_t x_stride, int rows, int, float* y,
@@ -332,15 +384,15 @@ private:
         const block_shape first = r->first(shape);
         r->inner.functions().finish(at + r->plan_at(0), first, id, block, x, x_stride, rows, first.dim, y,
                                     y_stride, add, ahead, workspace);
-        r->fp16().functions().finish(at + r->plan_at(1), r->last(shape), id, block + r->fp16_at(shape),
-                                     x + first.dim, x_stride, rows, r->channels, y, y_stride, true, ahead,
-                                     workspace + inner_workspace);
+        r->outer.functions().finish(at + r->plan_at(1), r->last(shape), id, block + r->last_at(shape),
+                                    x + first.dim, x_stride, rows, r->channels, y, y_stride, true, ahead,
+                                    workspace + inner_workspace);
     }
 
-    /// A plan of values is [head][that of the inner format][key_values_product of the fp16 channels].
+    /// A plan of values is [head][that of the inner format][key_values_product of the last channels].
     struct values_head {
-        const fp16_channels_record* of;
-        int inner_dim, inner_channels, fp16_channels;
+        const last_channels_record* of;
+        int inner_dim, inner_channels, last_channels;
         std::size_t inner_workspace;
     };
     std::size_t values_plan_at(int part) const {
@@ -349,16 +401,16 @@ private:
     }
     static std::size_t plan_key_values(const void* self, const block_shape& keys, block_id id, int channels,
                                        int rows, void* plan) {
-        const fp16_channels_record& r = of_state(self);
+        const last_channels_record& r = of_state(self);
         const block_shape first = r.first(keys);
-        const int of_inner = smaller(channels, first.dim), of_fp16 = channels - of_inner;
+        const int of_inner = smaller(channels, first.dim), of_last = channels - of_inner;
         auto* const at = static_cast<std::byte*>(plan);
         const std::size_t bytes = r.inner.functions().plan_key_values(
             r.inner.scheme(), first, id, of_inner, rows, at ? at + r.values_plan_at(0) : nullptr);
         if (bytes == 0) return 0;
-        if (at) ::new (plan) values_head{&r, first.dim, of_inner, of_fp16, whole_lines(bytes)};
-        if (of_fp16 == 0) return bytes;
-        return whole_lines(bytes) + key_values_product::make(r.fp16(), r.last(keys), id, of_fp16, rows,
+        if (at) ::new (plan) values_head{&r, first.dim, of_inner, of_last, whole_lines(bytes)};
+        if (of_last == 0) return bytes;
+        return whole_lines(bytes) + key_values_product::make(r.outer, r.last(keys), id, of_last, rows,
                                                              at ? at + r.values_plan_at(1) : nullptr);
     }
     static void begin_key_values(const void* plan, const block_shape& shape, block_id id,
@@ -374,12 +426,12 @@ private:
                                   int cols, float* y, std::ptrdiff_t y_stride, bool add, std::ptrdiff_t ahead,
                                   std::byte* workspace) {
         const auto& head = *static_cast<const values_head*>(plan);
-        const fp16_channels_record& r = *head.of;
+        const last_channels_record& r = *head.of;
         const auto* const at = static_cast<const std::byte*>(plan);
         r.inner.functions().finish_key_values(
             at + r.values_plan_at(0), {tensor::value, shape.tokens, head.inner_channels}, id, block, x,
             x_stride, head.inner_channels, cols, y, y_stride, add, ahead, workspace);
-        if (head.fp16_channels == 0) return;
+        if (head.last_channels == 0) return;
         block += r.inner.block_bytes({tensor::key, shape.tokens, head.inner_dim});
         const auto& last = *reinterpret_cast<const key_values_product*>(at + r.values_plan_at(1));
         last.begin(shape.tokens, id, block, x, x_stride, workspace + head.inner_workspace);
@@ -447,17 +499,26 @@ KVQ_FUNC format values_of_keys(const format& keys, int key_dim, int value_dim) {
 
 }  // namespace detail
 
+KVQ_FUNC format with_last_channels(const format& f, const format& last, int channels) {
+    detail::expect(f && last, "with_last_channels takes two formats, not an empty one");
+    const char* const name = detail::last_channels_name_of(last.name());
+    detail::expect(name[0] != '\0', "last channels are in fp16, int8 or ref8, not in ", format_text(last));
+    detail::expect(channels >= 0, "a key has at least 0 channels in ", name, ", not ", channels);
+    if (channels == 0 || !f.supports(tensor::key)) return f;
+    const auto refuse = [&](auto... reason) {
+        detail::fail(format_text(f), " cannot get ", channels, " channels in ", name, ": ", reason...);
+    };
+    if (f.functions().upper) refuse("it has two planes");
+    if (!detail::name_before_bounds(f.name()).empty() || detail::last_channels_of(f.name()).channels > 0)
+        refuse("they come once, and before bounds, as in std4-fp16x64-bounds");
+    if (!same_tiles(*f.functions().backend, *last.functions().backend))
+        refuse("its backend is ", f.backend(), ", and theirs ", last.backend());
+    return format(new detail::last_channels_record(f, last, channels));
+}
+
 KVQ_FUNC format with_fp16_channels(const format& f, int channels) {
     detail::expect(static_cast<bool>(f), "with_fp16_channels takes a format, not an empty one");
-    detail::expect(channels >= 0, "a key has at least 0 channels in fp16, not ", channels);
-    if (channels == 0 || !f.supports(tensor::key)) return f;
-    detail::expect(!f.functions().upper, format_text(f), " cannot get ", channels,
-                   " channels in fp16: it has two planes");
-    detail::expect(
-        detail::name_before_bounds(f.name()).empty() && detail::fp16_channels_of(f.name()).channels == 0,
-        format_text(f), " cannot get ", channels,
-        " channels in fp16: they come once, and before bounds, as in std4-fp16x64-bounds");
-    return format(new detail::fp16_channels_record(f, channels));
+    return with_last_channels(f, f.functions().backend->fp16(), channels);
 }
 
 }}

@@ -1,15 +1,17 @@
-// Formats of latent attention (MLA): keys whose last channels are 16 bit, and values that are read from the
-// blocks of keys.
+// Formats of latent attention (MLA): keys whose last channels are in a format of their own, and values that
+// are read from the blocks of keys.
 //
 //   format keys = with_fp16_channels(make_format<kivi<4>::keys>(), 64);
 //     or by name: find_format("kivi-4-g64-fp16x64", tensor::key)
+//   format smaller = with_last_channels(make_format<kivi<4>::keys>(), make_format<ref8::keys>(), 64);
+//     or by name: find_format("kivi-4-g64-ref8x64", tensor::key)
 //
-//   block = block of the inner format, of the first dim - n channels | 16-bit block (fp16) of the last n
-//     channels
+//   block = block of the first format, of the first dim - n channels | block of the other one, of the last n
 //
-// The last channels of a latent are rotated: they reach 10^3, and few keys dominate by them. Both parts are
-// blocks of keys as they are elsewhere (docs/reference/format.md): all that holds, counts, converts, saves
-// and sends pages takes such a format like any other.
+// The last channels of a latent are rotated: they reach 10^3, and few keys dominate by them. They are fp16,
+// int8 (8 bits, a scale per token) or ref8 (8 bits, scale and bias per channel over 64 tokens). Both parts
+// are blocks of keys as they are elsewhere (docs/reference/format.md): all that holds, counts, converts,
+// saves and sends pages takes such a format like any other.
 //
 // Values of a latent layer are the first channels of its keys, and have no pages (cache/layers.hpp).
 // detail::values_of_keys() multiplies weights with them: with the codes, or 16-bit values, of a block of
@@ -27,9 +29,12 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
-/// The format with the last `channels` of a key in fp16, the others in f. 0 channels, or a format that holds
-/// no keys: f as it is. Raises kvq::error for fewer, and for a format that has such channels or bounds:
-/// with_bounds(with_fp16_channels(f, n)) has both.
+/// The format with the last `channels` of a key in fp16, int8 or ref8 (`last`, of the backend of f), the
+/// others in f. 0 channels, or a format that holds no keys: f as it is. Raises kvq::error for fewer, for
+/// another `last`, and for a format that has such channels or bounds: with_bounds(with_last_channels(f, ...))
+/// has both.
+[[nodiscard]] format with_last_channels(const format& f, const format& last, int channels);
+/// The same with the fp16 of its backend.
 [[nodiscard]] format with_fp16_channels(const format& f, int channels);
 
 namespace detail {

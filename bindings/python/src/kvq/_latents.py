@@ -10,6 +10,7 @@ linear, so what it makes of the unit vectors is all that attention to the latent
 """
 from __future__ import annotations
 
+import re
 import weakref
 from typing import Any
 
@@ -74,10 +75,10 @@ def absorbed(module: Any, latent: int, rotary: int, like: torch.Tensor) -> Absor
 
 
 def format_names(keys: Any, rotary: int) -> str:
-    """Names of formats of keys as those of latents, whose last `rotary` channels are 16 bit: "std4" as "std4-fp16x64"."""
+    """Names of formats of keys as those of latents: "std4" as "std4-fp16x64", whose last `rotary` channels are 16 bit."""
     made = []
     for name in keys.split(",") if isinstance(keys, str) else keys:
         inner, bounds, _ = name.strip().partition("-bounds")
-        as_it_is = inner in ("fp32", "fp16", "bf16") or "-fp16x" in inner
+        as_it_is = inner in ("fp32", "fp16", "bf16") or re.search(r"-(fp16|int8|ref8)x\d+$", inner)
         made.append(name if as_it_is else f"{inner}-fp16x{rotary}{bounds}")
     return ",".join(made)

@@ -82,11 +82,11 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
         others = others || !(common::holds_keys_alone(l.kind) || l.kind == layer_kind::state);
     }
     // Is a format that no layer has for layers like this one? Where there are both, latents take those with
-    // fp16 channels.
+    // last channels in a format of their own.
     const auto is_for = [&](const std::string& format, const layer& l) {
         if (l.kind == layer_kind::index) return false;
         if (!latents || !others) return true;
-        return (l.kind == layer_kind::latent) == (common::fp16_channels_of(format).channels > 0);
+        return (l.kind == layer_kind::latent) == (common::last_channels_of(format).channels > 0);
     };
     places_.assign(layers_.size(), {-1, -1});
     const auto add = [&](int i, const layer& l) -> status {

@@ -494,12 +494,12 @@ struct layer_group : group_formats {
     status check_rotary(int kind) const {
         const int rotary = (*list)[static_cast<std::size_t>(members[0])].rotary_channels;
         const device_format::kind& k = format.kinds[static_cast<std::size_t>(kind)];
-        const int apart = common::fp16_channels_of(k.keys).channels;
+        const int apart = common::last_channels_of(k.keys).channels;
         if (rotary == 0 || apart == rotary || (apart == 0 && k.key_bits >= 8)) return {};
         return bad_value(
-            "%s: %.60s does not keep its %d rotary channels in 16 bits: name one that ends in -fp16x%d or "
-            "has codes of 8 bits",
-            describe(0).c_str(), k.name.c_str(), rotary, rotary);
+            "%s: %.60s does not keep its %d rotary channels in 8 or 16 bits: name one that ends in -fp16x%d, "
+            "-int8x%d or -ref8x%d, or has codes of 8 bits",
+            describe(0).c_str(), k.name.c_str(), rotary, rotary, rotary, rotary);
     }
     /// Do steps and prompts give these layers tokens? Those with cross attention have the tokens of another
     /// text.

@@ -55,7 +55,9 @@ template <tensor Role, class Pair>
 std::string block_name() {
     if constexpr (is_latent_pair<Pair>) {
         std::string name = scheme_name<typename Pair::keys>();
-        if (Pair::second_channels > 0) name += "-fp16x" + std::to_string(Pair::second_channels);
+        if (Pair::second_channels > 0)
+            name += std::string("-") + common::last_channels_name_of(scheme_name<typename Pair::last>()) +
+                    "x" + std::to_string(Pair::second_channels);
         return name;
     } else {
         return scheme_name<scheme_of<Role, Pair>>();
@@ -82,7 +84,7 @@ host_blocks host_blocks_of() {
             constexpr int second = Pair::second_channels;
             if (s.dim <= second) return std::size_t{0};  // of a layer without such blocks
             std::size_t bytes = block_bytes_of<S>({s.role, s.tokens, s.dim - second});
-            if (second > 0) bytes += block_bytes_of<full<float16>>({s.role, s.tokens, second});
+            if (second > 0) bytes += block_bytes_of<typename Pair::last>({s.role, s.tokens, second});
             return bytes;
         };
     } else {

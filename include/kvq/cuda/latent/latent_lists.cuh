@@ -28,19 +28,10 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
-/// Why a tile is not made of single tokens of such pages; null: it is.
+/// Why a tile is not made of single tokens of such blocks; null: it is.
 template <class Pair>
-inline constexpr const char* no_listed_tiles = []() -> const char* {
-    if constexpr (token_record_scheme<typename Pair::keys>)
-        return Pair::value_dim % 64 != 0 || Pair::head_dim > 576
-                   ? "value channels are no multiple of 64, or there are more than 576 channels"
-                   : no_record_tiles(Pair::keys::fixed_layout(), Pair::head_dim, 32);
-    constexpr codec_spec c = codec<typename Pair::first_pair::keys>;
-    if (Pair::first_channels % 64 != 0 || Pair::second_channels % 64 != 0 || Pair::value_dim % 64 != 0)
-        return "latent, rotary or value channels are not multiples of 64";
-    if (Pair::head_dim > 576) return "there are more than 576 channels";
-    if (Pair::page_tokens % 32 != 0 && (Pair::page_tokens > 32 || Pair::page_tokens % 4 != 0))
-        return "page_tokens is no multiple of 32, nor of 4 below it";
+constexpr const char* no_listed_rows() {
+    constexpr codec_spec c = codec<typename Pair::keys>;
     if (c.content == block_content::values)
         return c.value_type == float_type::fp32 ? "values have 32 bits" : nullptr;
     if (c.content != block_content::codes) return "blocks are read by numbers";
@@ -49,9 +40,25 @@ inline constexpr const char* no_listed_tiles = []() -> const char* {
         return "tokens have parameters of 8 bits, or scales beside them";
     if (c.several_widths() || (c.narrow_width != 4 && c.narrow_width != 8))
         return "codes have no 4 or 8 bits";
-    if (c.group > 0 && c.group < Pair::first_channels && c.group % 8 != 0)
+    if (c.group > 0 && c.group < Pair::head_dim && c.group % 8 != 0)
         return "groups of channels are no multiple of 8";
     return nullptr;
+}
+
+/// Why a tile is not made of single tokens of such pages; null: it is.
+template <class Pair>
+inline constexpr const char* no_listed_tiles = []() -> const char* {
+    if constexpr (token_record_scheme<typename Pair::keys>)
+        return Pair::value_dim % 64 != 0 || Pair::head_dim > 576
+                   ? "value channels are no multiple of 64, or there are more than 576 channels"
+                   : no_record_tiles(Pair::keys::fixed_layout(), Pair::head_dim, 32);
+    if (Pair::first_channels % 64 != 0 || Pair::second_channels % 64 != 0 || Pair::value_dim % 64 != 0)
+        return "latent, rotary or value channels are not multiples of 64";
+    if (Pair::head_dim > 576) return "there are more than 576 channels";
+    if (Pair::page_tokens % 32 != 0 && (Pair::page_tokens > 32 || Pair::page_tokens % 4 != 0))
+        return "page_tokens is no multiple of 32, nor of 4 below it";
+    const char* const reason = no_listed_rows<typename Pair::first_pair>();
+    return reason || Pair::second_channels == 0 ? reason : no_listed_rows<typename Pair::second_pair>();
 }();
 
 /// Kernel arguments. A query token is a sequence of its own for those that walk over pieces.

@@ -30,6 +30,20 @@ struct latent_tail {
     static constexpr int bytes = exists ? static_cast<int>(layout{}.bytes(shape) - at) : 0;
 };
 
+/// Why tiles are not made of blocks of so many channels; null: they are.
+template <class Pair>
+constexpr const char* no_latent_units() {
+    constexpr codec_spec c = codec<typename Pair::keys>;
+    if (c.several_widths()) return "codes have several widths";
+    if (c.per_token && has_odd_groups(c, Pair::head_dim)) return odd_groups;
+    if (const char* const reason = no_tiles(c, {tensor::key, Pair::page_tokens, 64})) return reason;
+    if constexpr (c.content == block_content::codes) {
+        if (Pair::page_tokens % 32 != 0) return odd_pages;
+        if (latent_tail<Pair>::bytes > 1024) return "scales of a block's tokens have more than 1 KB";
+    }
+    return nullptr;
+}
+
 /// Why tiles are not made of these pages; null: they are.
 template <class Pair>
 inline constexpr const char* no_latent_tiles = []() -> const char* {
@@ -39,18 +53,10 @@ inline constexpr const char* no_latent_tiles = []() -> const char* {
     if (Pair::head_dim > 576) return "there are more than 576 channels";
     if constexpr (token_record_scheme<typename Pair::keys>)
         return no_record_tiles(Pair::keys::fixed_layout(), first, Pair::page_tokens);
-    if (codec<typename Pair::keys>.several_widths()) return "codes have several widths";
-    if (codec<typename Pair::keys>.per_token && has_odd_groups(codec<typename Pair::keys>, first))
-        return odd_groups;
-    if (const char* const reason =
-            no_tiles(codec<typename Pair::first_pair::keys>, {tensor::key, Pair::page_tokens, 64}))
-        return reason;
-    if constexpr (codec<typename Pair::keys>.content == block_content::codes) {
-        if (Pair::page_tokens % 32 != 0) return odd_pages;
-        if (latent_tail<typename Pair::first_pair>::bytes > 1024)
-            return "scales of a block's tokens have more than 1 KB";
+    else {
+        const char* const reason = no_latent_units<typename Pair::first_pair>();
+        return reason || second == 0 ? reason : no_latent_units<typename Pair::second_pair>();
     }
-    return nullptr;
 }();
 
 /// What a lane has of every 32 tokens of 64 channels.

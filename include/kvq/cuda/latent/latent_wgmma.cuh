@@ -62,12 +62,12 @@ private:
         using second_units =
             latent_units<std::conditional_t<two, typename pair::second_pair, typename pair::first_pair>,
                          two ? pair::second_channels : 64, pair::second_block>;
-        constexpr int per = units::full ? 2 : 1;
+        constexpr int per = units::full ? 2 : 1, second_per = second_units::full ? 2 : 1;
         const int first_units = units_of_block(pair::first_channels / 64) * per;
-        const int count =
-            Shape::cluster == 1
-                ? units::count + (two ? second_units::count : 0)
-                : first_units + 2 * (units_of_block(dim / 64) - units_of_block(pair::first_channels / 64));
+        const int count = Shape::cluster == 1
+                              ? units::count + (two ? second_units::count : 0)
+                              : first_units + second_per * (units_of_block(dim / 64) -
+                                                            units_of_block(pair::first_channels / 64));
         // Lanes have the pages of eight tiles, and of the next eight.
         constexpr int tile_slices = latent_tile / slice_tokens;
         const auto pages_at = [&](int token) {
@@ -112,9 +112,10 @@ private:
                             const int i = unit / per, number = whole(i);
                             of_first(number * per + unit % per, from(i, number));
                         } else if constexpr (two) {
-                            const int i = first_units / per + (unit - first_units) / 2,
+                            const int i = first_units / per + (unit - first_units) / second_per,
                                       number = whole(i) - pair::first_channels / 64;
-                            of_second(number * 2 + (unit - first_units) % 2, from(i, number));
+                            of_second(number * second_per + (unit - first_units) % second_per,
+                                      from(i, number));
                         }
                     }
                 }

@@ -2,7 +2,7 @@
 //
 //   key     x^[0, R + P)    R latent channels, then P rotary channels
 //   value   x^[0, V)
-//   block   of codes: | block of the scheme, R channels | block of fp16, P channels |
+//   block   of codes: | block of the scheme, R channels | block of P channels: fp16, int8 or ref8 keys |
 //           of 16-bit values, and of records of other systems (schemes/record_layout.hpp): one block of
 //           R + P channels
 //
@@ -68,15 +68,18 @@ __device__ __forceinline__ cache_ref<To> keys_as(const cache_ref<Pair>& c, std::
 }  // namespace detail
 
 /// Scheme: of the latent channels; full<T>, records_of<>: of all channels. Latent, Rotary, Values: R, P, V.
-template <class Scheme, int Latent, int Rotary, int Values, int PageTokens>
+/// Last: of the rotary channels.
+template <class Scheme, int Latent, int Rotary, int Values, int PageTokens, class Last = full<float16>>
 struct latent_pair {
-    static_assert(device_scheme<Scheme>, "kvq::cuda::latent_pair: kernels do not read blocks of this scheme");
+    static_assert(device_scheme<Scheme> && device_scheme<Last>,
+                  "kvq::cuda::latent_pair: kernels do not read blocks of this scheme");
     static_assert(!detail::has_transform<Scheme>,
                   "kvq::cuda::latent_pair: latents behind a transform are read on the CPU alone");
     static_assert(Latent >= 1 && Rotary >= 0 && Values >= 1 && Values <= Latent + Rotary && PageTokens >= 1,
                   "kvq::cuda::latent_pair: values are the first of latent and rotary channels");
     using keys = Scheme;
     using values = Scheme;
+    using last = Last;
     static constexpr int head_dim = Latent + Rotary;
     static constexpr int value_dim = Values;
     static constexpr int page_tokens = PageTokens;
@@ -89,7 +92,7 @@ struct latent_pair {
     static constexpr int second_channels = head_dim - first_channels;
     using first_pair = detail::read_pair<block_pair<Scheme, Scheme, first_channels, PageTokens>>;
     using second_pair =
-        block_pair<full<float16>, full<float16>, second_channels == 0 ? 1 : second_channels, PageTokens>;
+        detail::read_pair<block_pair<last, last, second_channels == 0 ? 1 : second_channels, PageTokens>>;
     static constexpr std::size_t second_block = first_pair::key_block_bytes;
     static constexpr std::size_t key_block_bytes =
         second_block + (second_channels == 0 ? 0 : second_pair::key_block_bytes);
@@ -101,15 +104,17 @@ struct latent_pair {
                               block_pair<Scheme, full<float16>, first_channels, PageTokens, 1>>::keys,
                           first_channels, PageTokens>;
     using second_coded =
-        detail::keys_pair<full<float16>, second_channels == 0 ? 1 : second_channels, PageTokens>;
+        detail::keys_pair<typename detail::quantized_pair<
+                              block_pair<last, full<float16>, second_pair::head_dim, PageTokens, 1>>::keys,
+                          second_pair::head_dim, PageTokens>;
 
     /// x^ of one channel of a token.
     KVQ_HD static float number(const std::byte* block, int token, int channel) noexcept {
         if (second_channels == 0 || channel < first_channels)
             return detail::read_value<typename first_pair::keys>(first_pair::key_shape(), block, token,
                                                                  channel);
-        return detail::read_value<full<float16>>(second_pair::key_shape(), block + second_block, token,
-                                                 channel - first_channels);
+        return detail::read_value<typename second_pair::keys>(second_pair::key_shape(), block + second_block,
+                                                              token, channel - first_channels);
     }
 };
 
@@ -117,13 +122,14 @@ namespace detail {
 
 template <class Pair>
 inline constexpr bool is_latent_pair = false;
-template <class Scheme, int Latent, int Rotary, int Values, int PageTokens>
-inline constexpr bool is_latent_pair<latent_pair<Scheme, Latent, Rotary, Values, PageTokens>> = true;
+template <class Scheme, int Latent, int Rotary, int Values, int PageTokens, class Last>
+inline constexpr bool is_latent_pair<latent_pair<Scheme, Latent, Rotary, Values, PageTokens, Last>> = true;
 
 /// Kernels know these blocks as they are.
-template <class Scheme, int Latent, int Rotary, int Values, int PageTokens, class Keys, class NoValues>
-struct pair_like<latent_pair<Scheme, Latent, Rotary, Values, PageTokens>, Keys, NoValues> {
-    using type = latent_pair<Scheme, Latent, Rotary, Values, PageTokens>;
+template <class Scheme, int Latent, int Rotary, int Values, int PageTokens, class Last, class Keys,
+          class NoValues>
+struct pair_like<latent_pair<Scheme, Latent, Rotary, Values, PageTokens, Last>, Keys, NoValues> {
+    using type = latent_pair<Scheme, Latent, Rotary, Values, PageTokens, Last>;
 };
 
 }  // namespace detail

@@ -63,10 +63,10 @@ struct page_quantizer {
     static constexpr int blocks = tiles ? 4 : 1024 / threads;  // of a multiprocessor
     template <tensor Role>
     static constexpr bool in_tiles = tiles&& reads_tiles<scheme_of<Role, From>> && !turns<Role, From, To>;
-    template <tensor Role>
+    template <tensor Role, int Threads = threads>
     static constexpr int bytes_of() {
         if constexpr (in_tiles<Role>)
-            return threads / warp_size * page_tiles<To, Role>::bytes;
+            return Threads / warp_size * page_tiles<To, Role>::bytes;
         else if constexpr (codes_grids<scheme_of<Role, To>>)
             return grid_memory<To, Role>::bytes;
         else if constexpr (numbers_fit<scheme_of<Role, To>, Role, To>)
@@ -86,11 +86,21 @@ struct page_quantizer {
         "have room");
 };
 
-/// Of latents: rotary channels take no more.
+/// Of latents: threads are those of the first block.
 template <class To, class From>
 requires is_latent_pair<To>
 struct page_quantizer<To, From>
     : page_quantizer<typename To::first_coded, some_channels<From, 0, To::first_channels>> {
+    using first = page_quantizer<typename To::first_coded, some_channels<From, 0, To::first_channels>>;
+    static constexpr int shared_bytes = [] {
+        using last = typename To::second_coded;
+        if constexpr (To::second_channels == 0)
+            return first::shared_bytes;
+        else
+            return larger(first::shared_bytes,
+                          page_quantizer<last, some_channels<From, To::first_channels, last::head_dim>>::
+                              template bytes_of<tensor::key, first::threads>());
+    }();
 };
 
 /// Codes the K or V block of one head of page `to` from page `from`. All threads of a block. Returns this
