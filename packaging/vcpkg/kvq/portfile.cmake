@@ -1,4 +1,4 @@
-# An overlay port of the checkout that it lies in: vcpkg install kvq --overlay-ports=packaging/vcpkg
+# An overlay port of the checkout that it lies in: vcpkg install kvq --overlay-ports=packaging/vcpkg --binarysource=clear
 get_filename_component(SOURCE_PATH "${CURRENT_PORT_DIR}/../../.." ABSOLUTE)
 if(NOT "library" IN_LIST FEATURES)
   set(VCPKG_BUILD_TYPE release) # headers only
