@@ -802,6 +802,11 @@ typedef struct kvq_step_down_report {
 KVQ_API kvq_status kvq_cache_step_down(kvq_cache* cache, kvq_sequence* const* sequences, int32_t count,
                                        const kvq_step_down_policy* policy, kvq_executor* executor,
                                        kvq_step_down_report* report);
+/// A dry run: the report of kvq_cache_step_down with this executor, byte for byte. Nothing changes, and a
+/// pool without room is no error. executor may be NULL.
+KVQ_API kvq_status kvq_cache_plan_step_down(const kvq_cache* cache, kvq_sequence* const* sequences,
+                                            int32_t count, const kvq_step_down_policy* policy,
+                                            kvq_executor* executor, kvq_step_down_report* report);
 
 // ---- estimates -------------------------------------------------------------------------------------------
 

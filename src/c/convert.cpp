@@ -100,6 +100,19 @@ kvq_status kvq_cache_step_down(kvq_cache* cache, kvq_sequence* const* sequences,
     });
 }
 
+kvq_status kvq_cache_plan_step_down(const kvq_cache* cache, kvq_sequence* const* sequences, int32_t count,
+                                    const kvq_step_down_policy* policy, kvq_executor* executor,
+                                    kvq_step_down_report* report) {
+    return guard([&] {
+        const shared_cache& state = get(cache, "cache").state;
+        const std::vector<kvq::sequence*> all = sequences_of(sequences, count, state);
+        expect_struct(report, "report");
+        const std::vector<const kvq::sequence*> readers(all.begin(), all.end());
+        write_report(report, kvq::plan_step_down(state->cache, readers, policy_of(policy, *state),
+                                                 executor_of(executor).concurrency()));
+    });
+}
+
 kvq_status kvq_cache_get_footprint(const kvq_cache* cache, int32_t tokens, const kvq_footprint_query* query,
                                    kvq_footprint* footprint) {
     return guard([&] {

@@ -570,12 +570,18 @@ TEST_CASE("trim, fork, erase, shift, splice, drafts, requantizing and stepping d
     policy.tiers = tiers;
     policy.tier_count = 2;
     policy.last_layers_kept = 1;
-    auto steps = init<kvq_step_down_report>();
+    auto foretold = init<kvq_step_down_report>(), steps = init<kvq_step_down_report>();
+    OK(kvq_cache_plan_step_down(both.c, list, 2, &policy, nullptr, &foretold));
+    both.check_equal();
     OK(kvq_cache_step_down(both.c, list, 2, &policy, nullptr, &steps));
     const kvq::step_down_policy cpp_policy{.tiers = {{0, {2, 2}}, {100, {1, 1}}}, .last_layers_kept = 1};
     const auto cpp_steps = kvq::step_down(*both.cpp, cpp_list, cpp_policy);
     CHECK(steps.bytes_after == cpp_steps.bytes_after);
     CHECK(steps.pages > 0);
+    CHECK(foretold.pages == steps.pages);
+    CHECK(foretold.bytes_after == steps.bytes_after);
+    CHECK(foretold.bytes_peak == steps.bytes_peak);
+    CHECK(foretold.fits == steps.fits);
     both.check_equal();
 
     auto query = init<kvq_footprint_query>();

@@ -362,6 +362,7 @@ TEST_CASE(
     REFUSES(kvq_cache_attend_pages, MAY_BE_NULL(6), f.cache, 0, f.pages, 1, &f.q.t, &f.out.t, usual);
     REFUSES(kvq_cache_requantize, MAY_BE_NULL(4), f.cache, list, 1, &request, &report);
     REFUSES(kvq_cache_step_down, MAY_BE_NULL(4, 5), f.cache, list, 1, &policy, f.executor, &step_report);
+    REFUSES(kvq_cache_plan_step_down, MAY_BE_NULL(4), f.cache, list, 1, &policy, f.executor, &step_report);
     REFUSES(kvq_cache_get_footprint, MAY_BE_NULL(2), f.cache, 100, &query, &footprint);
     REFUSES(kvq_get_budget, MAY_BE_NULL(), &f.options, &budget, &f.bytes);
     REFUSES(kvq_cache_longest_context, MAY_BE_NULL(2), f.cache, std::size_t{1000000}, &query, &f.n);
@@ -476,12 +477,15 @@ TEST_CASE("handles of another cache are refused") {
     auto request = init<kvq_requantize_request>();
     request.keys = "fp16";
     auto policy = init<kvq_step_down_policy>();
+    auto foretold = init<kvq_step_down_report>();
     const kvq_attend_request attend[] = {{f.s, f.q.t, f.out.t, nullptr, nullptr},
                                          {f.foreign, f.q.t, f.out.t, nullptr, nullptr}};
     const kvq_prefill_request prefill[] = {{f.s, f.k.t, f.v.t, f.q.t, f.out.t, nullptr, nullptr},
                                            {f.foreign, f.k.t, f.v.t, f.q.t, f.out.t, nullptr, nullptr}};
     CHECK_REFUSED(kvq_cache_requantize(f.cache, list, 2, &request, nullptr), KVQ_ERROR_HANDLE, text);
     CHECK_REFUSED(kvq_cache_step_down(f.cache, list, 2, &policy, nullptr, nullptr), KVQ_ERROR_HANDLE, text);
+    CHECK_REFUSED(kvq_cache_plan_step_down(f.cache, list, 2, &policy, nullptr, &foretold), KVQ_ERROR_HANDLE,
+                  text);
     CHECK_REFUSED(kvq_prefix_cache_step_down(f.store, list, 2, &policy, nullptr, nullptr), KVQ_ERROR_HANDLE,
                   text);
     CHECK_REFUSED(kvq_cache_attend(f.cache, 0, attend, 2, nullptr), KVQ_ERROR_HANDLE, text);

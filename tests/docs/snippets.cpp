@@ -369,6 +369,7 @@ void requantize(kvq::cache_shape shape, kvq::sequence& sequence) {
                                            {.age = 1024, .format = {1, 1}},
                                            {.age = 8192, .format = {2, 2}}},
                                  .byte_budget = std::size_t{4} << 30};
+    auto foretold = kvq::plan_step_down(cache, sequence, policy);
     auto report = kvq::step_down(cache, sequence, policy);
 }
 

@@ -143,7 +143,12 @@ TEST_CASE("a step down to the upper plane frees the lower one where it lies; for
     kvq::step_down_policy policy{.tiers = {{.age = 0, .format = {0, 0}}, {.age = 1 << 20, .format = {1, 1}}}};
     SUBCASE("by age") {
         policy.tiers[1].age = 0;
+        const auto plan = kvq::plan_step_down(cache, sequence, policy);
         const auto report = kvq::step_down(cache, sequence, policy);
+        CHECK(plan.bytes_after == report.bytes_after);
+        CHECK(plan.bytes_peak == report.bytes_peak);
+        CHECK(plan.fits == report.fits);
+        CHECK(plan.steps.size() == report.steps.size());
         CHECK(report.bytes_after == full - lower);
         CHECK(report.bytes_peak == full);
         CHECK(cache.bytes_in_use() == full - lower);
@@ -157,7 +162,12 @@ TEST_CASE("a step down to the upper plane frees the lower one where it lies; for
     }
     SUBCASE("by budget, the oldest first") {
         policy.byte_budget = full - lower / 3;
+        const auto plan = kvq::plan_step_down(cache, sequence, policy);
         const auto report = kvq::step_down(cache, sequence, policy);
+        CHECK(plan.bytes_after == report.bytes_after);
+        CHECK(plan.bytes_peak == report.bytes_peak);
+        CHECK(plan.fits == report.fits);
+        CHECK(plan.steps.size() == report.steps.size());
         CHECK(report.fits);
         CHECK(report.bytes_peak == full);
         CHECK(cache.bytes_in_use() == report.bytes_after);

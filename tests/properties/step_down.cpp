@@ -2,6 +2,7 @@
 // Stepping down: pages take the tier of their age, then shrink until the budget holds; nothing else changes.
 #include <doctest/doctest.h>
 
+#include <kvq/core/thread_pool.hpp>
 #include <kvq/estimate/footprint.hpp>
 
 #include "support/ladder.hpp"
@@ -30,6 +31,38 @@ int tier_of(int format) { return format == 0 ? 0 : format - 1; }
 int format_of(const ladder_cache& cache, const kvq::layer_format& f, kvq::tensor role) {
     return role == kvq::tensor::key ? cache.table(kvq::tensor::key).index_of(f.key)
                                     : cache.table(kvq::tensor::value).index_of(f.value);
+}
+
+/// step_down(), behind a dry run that says what it does and changes nothing.
+kvq::step_down_report foretold(ladder_cache& cache, std::span<ladder_sequence* const> sequences,
+                               const kvq::step_down_policy& policy, int threads = 1) {
+    const auto held = [&] {
+        std::vector<std::vector<test::held_page>> all;
+        for (const ladder_sequence* const s : sequences) all.push_back(test::contents(cache, *s));
+        return all;
+    };
+    const auto before = held();
+    const std::size_t in_use = cache.bytes_in_use();
+    const std::vector<const ladder_sequence*> read(sequences.begin(), sequences.end());
+    const kvq::step_down_report plan = kvq::plan_step_down(cache, read, policy, threads);
+    CHECK(cache.bytes_in_use() == in_use);
+    CHECK(held() == before);
+    const kvq::step_down_report done = kvq::step_down(cache, sequences, policy, kvq::thread_pool(threads));
+    CHECK(plan.bytes_before == done.bytes_before);
+    CHECK(plan.bytes_after == done.bytes_after);
+    CHECK(plan.bytes_peak == done.bytes_peak);
+    CHECK(plan.fits == done.fits);
+    REQUIRE(plan.steps.size() == done.steps.size());
+    for (std::size_t i = 0; i < done.steps.size(); ++i) {
+        const kvq::step_down_step &a = plan.steps[i], &b = done.steps[i];
+        CHECK((a.tier == b.tier && a.first_token == b.first_token && a.last_token == b.last_token &&
+               a.pages == b.pages && a.bytes_after == b.bytes_after));
+    }
+    return done;
+}
+kvq::step_down_report foretold(ladder_cache& cache, ladder_sequence& s, const kvq::step_down_policy& policy) {
+    ladder_sequence* const one = &s;
+    return foretold(cache, std::span(&one, 1), policy);
 }
 
 /// page(i): the i-th entry that does not hold the sinks.
@@ -61,7 +94,7 @@ TEST_CASE("by age, every page has the format of its tier, and a second call find
             const int n = random.between(1, 90);
             test::append(sequence, shape.layers, s, tokens, n);
             tokens += n;
-            const auto report = kvq::step_down(cache, sequence, policy);
+            const auto report = foretold(cache, sequence, policy);
             CHECK(report.fits);
             CHECK(report.bytes_after == cache.bytes_in_use());
             for (int layer = 0; layer < shape.layers; ++layer) {
@@ -102,7 +135,7 @@ TEST_CASE("under a budget, the oldest page of the widest tier goes first, no fur
         policy.tiers.front().age = 0;
         const std::size_t full = cache.bytes_in_use();
         policy.byte_budget = full * static_cast<std::size_t>(random.between(10, 100)) / 100;
-        const auto report = kvq::step_down(cache, sequence, policy);
+        const auto report = foretold(cache, sequence, policy);
         CHECK(report.bytes_before == full);
         CHECK(report.bytes_after == cache.bytes_in_use());
         CHECK(report.fits == (report.bytes_after <= policy.byte_budget));
@@ -177,7 +210,8 @@ TEST_CASE(
         const std::size_t before = cache.bytes_in_use();
         policy.byte_budget =
             random.one_in(4) ? 1 : before / 100 * static_cast<std::size_t>(random.between(5, 100));
-        const auto report = kvq::step_down(cache, std::span<ladder_sequence* const>(given), policy);
+        const int threads = random.between(1, 2);
+        const auto report = foretold(cache, given, policy, threads);
         CHECK(report.bytes_before == before);
         CHECK(report.bytes_after == cache.bytes_in_use());
         CHECK(report.fits == (report.bytes_after <= policy.byte_budget));
@@ -187,8 +221,9 @@ TEST_CASE(
             now = step.bytes_after;
         }
         CHECK(now == report.bytes_after);
-        CHECK(report.bytes_peak <= before + kvq::page_pool::allocation(
-                                                cache.page_bytes(kvq::tensor::key, 0, options.page_tokens)));
+        CHECK(report.bytes_peak <= before + static_cast<std::size_t>(threads) *
+                                                kvq::page_pool::allocation(cache.page_bytes(
+                                                    kvq::tensor::key, 0, options.page_tokens)));
         for (std::size_t i = 0; i < others.size(); ++i)
             REQUIRE(test::contents(cache, *others[i]) == untouched[i]);
         // Nothing is left that would free a byte.
@@ -226,7 +261,7 @@ TEST_CASE("after a deep trim, a page that is quantized already takes part") {
         kvq::step_down_policy policy;
         policy.tiers = {{0, {1, 1}}, {1 << 20, {3, 3}}};
         policy.byte_budget = 1;
-        const auto report = kvq::step_down(cache, sequence, policy);
+        const auto report = foretold(cache, sequence, policy);
         CHECK_FALSE(report.fits);
         CHECK(report.bytes_after == cache.bytes_in_use());
         const auto pages = sequence.pages(1);
@@ -280,7 +315,7 @@ TEST_CASE("sequences that share pages go on sharing; the oldest holder decides")
     kvq::step_down_policy policy;
     policy.tiers = {{0, {0, 0}}, {64, {1, 1}}, {160, {2, 2}}};
     ladder_sequence* both[] = {&a, &b};
-    kvq::step_down(cache, both, policy);
+    foretold(cache, both, policy);
     for (int i = 0; i < 10; ++i) {
         CHECK(a.pages(0).at(i).keys == b.pages(0).at(i).keys);
         CHECK(a.pages(0).at(i).keys->format == 3);  // 160 behind the end of b
@@ -339,6 +374,7 @@ TEST_CASE("impossible policies are refused with their numbers") {
     auto s = cache.new_sequence();
     const auto refuse = [&](const kvq::step_down_policy& p, const char* what) {
         CHECK_THROWS_WITH_AS(kvq::step_down(cache, s, p), what, kvq::error);
+        CHECK_THROWS_WITH_AS((void)kvq::plan_step_down(cache, s, p), what, kvq::error);
     };
     refuse({.tiers = {{0, {0, 0}}, {-1, {1, 1}}}}, "kvq: tier 1 starts at age -1, before 0");
     refuse({.tiers = {{-1, {1, 1}}}}, "kvq: tier 0 starts at age -1, before 0");

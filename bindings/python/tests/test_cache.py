@@ -133,12 +133,16 @@ class Sequences(Base):
         cache = self.cache("int8,std4,low2")
         sequences = [self.fill(cache.new_sequence(), n) for n in (250, 130)]
         policy = kvq.StepDownPolicy([kvq.Tier(40, "std4", "std4"), kvq.Tier(120, "low2", "low2")], first_layers_kept=1)
+        plan = cache.plan_step_down(sequences, policy)
+        self.assertEqual(plan.bytes_before, cache.info().bytes_in_use)
         report = cache.step_down(sequences, policy)
+        self.assertEqual(plan, report)
         self.assertGreater(report.pages, 0)
         self.assertTrue(report.fits)
         self.assertEqual(report.bytes_after, cache.info().bytes_in_use)
         tight = sequences[0].step_down(kvq.StepDownPolicy(byte_budget=1))
         self.assertFalse(tight.fits)
+        self.assertEqual(sequences[0].plan_step_down(kvq.StepDownPolicy(byte_budget=1)), tight)
 
     def test_estimates(self):
         cache = self.cache(rollback=0)

@@ -20,13 +20,117 @@ inline void expect_distinct(std::span<const sequence* const> sequences) {
         expect_distinct(i, "request", [&](std::size_t j) { return sequences[j]; });
 }
 
+/// The tables of sequences with other pages in them, of as many bytes, formats and holders, but without data.
+/// A dry run of several requests changes these.
+class page_rehearsal final : public page_owner {
+public:
+    page_rehearsal(const cache& of, std::span<sequence* const> sequences)
+        : memory_(of.pool().memory()), in_use_(of.pool().bytes_in_use()), twins_(memory_), tables_(memory_) {
+        tables_.reserve(sequences.size());
+        for (const sequence* const s : sequences) {
+            const auto& from = sequence_access::tables(*s);
+            auto& to = tables_.emplace_back(memory_);
+            to.reserve(from.size());
+            for (const page_table& table : from) to.emplace_back(table, memory_);
+        }
+        for_each([&](const page_ref& p) { twins_.push_back({p.get(), {}, 0}); });
+        std::sort(twins_.begin(), twins_.end(),
+                  [](const twin& a, const twin& b) { return std::less<>{}(a.held, b.held); });
+        // Of equal ones the number is that of the places in these tables.
+        std::size_t kept = 0;
+        for (std::size_t first = 0, end; first < twins_.size(); first = end) {
+            for (end = first; end < twins_.size() && twins_[end].held == twins_[first].held;) ++end;
+            const page& held = *twins_[first].held;
+            // The copies of the tables hold as many references as the sequences do.
+            const auto places = static_cast<std::uint32_t>(end - first);
+            const std::uint32_t holders = held.references.load(std::memory_order_acquire) - places;
+            twin& t = twins_[kept++];
+            t = {&held, make(held.bytes, held.format, held.tokens, held.lower_bytes()), 0};
+            t.own->plan = held.plan;
+            t.elsewhere = larger(holders, places) - places;
+        }
+        twins_.erase(twins_.begin() + static_cast<std::ptrdiff_t>(kept), twins_.end());
+        for_each([&](page_ref& p) {
+            p = std::partition_point(twins_.begin(), twins_.end(), [&](const twin& t) {
+                    return std::less<>{}(t.held, p.get());
+                })->own;
+        });
+        // The own reference stands for one of those elsewhere.
+        for (twin& t : twins_)
+            if (t.elsewhere > 0)
+                t.own->references.fetch_add(t.elsewhere - 1, std::memory_order_relaxed);
+            else
+                t.own = {};
+    }
+    ~page_rehearsal() {
+        for (twin& t : twins_)
+            if (t.elsewhere > 0) t.own->references.fetch_sub(t.elsewhere - 1, std::memory_order_relaxed);
+    }
+    page_rehearsal(const page_rehearsal&) = delete;
+    page_rehearsal& operator=(const page_rehearsal&) = delete;
+
+    resource_vector<page_table>& tables(std::size_t sequence) noexcept { return tables_[sequence]; }
+    std::size_t bytes_in_use() const noexcept { return in_use_; }
+    page_ref allocate(std::size_t bytes, int format, int tokens, std::size_t lower_bytes) {
+        page_ref made = make(bytes, format, tokens, lower_bytes);
+        in_use_ += page_pool::allocation(bytes);
+        return made;
+    }
+    void drop_lower(page& p, int format) noexcept {
+        in_use_ -= p.lower_bytes();
+        p.bytes -= p.lower_bytes();
+        p.lower_units = 0;
+        p.lower = nullptr;
+        p.format = format;
+    }
+    void free(page* p) noexcept override {
+        in_use_ -= page_pool::allocation(p->bytes);
+        p->~page();
+        memory_->deallocate(p, sizeof(page), alignof(page));
+    }
+
+private:
+    struct twin {
+        const page* held;
+        page_ref own;
+        std::uint32_t elsewhere;  // references of other holders
+    };
+
+    page_ref make(std::size_t bytes, int format, int tokens, std::size_t lower_bytes) {
+        page* const p = ::new (allocate_bytes(*memory_, sizeof(page), alignof(page))) page;
+        p->format = format;
+        p->tokens = tokens;
+        p->bytes = bytes;
+        p->owner = this;
+        p->lower_units = static_cast<std::uint32_t>(lower_bytes / 16);
+        if (lower_bytes > 0) p->lower = p->memory;  // never read
+        return page_ref(p);
+    }
+    template <class F>
+    void for_each(F&& f) {
+        for (auto& of_sequence : tables_)
+            for (page_table& table : of_sequence)
+                for (page_span& s : table.spans)
+                    for (auto* const list : {&s.pages, &s.copies})
+                        for (page_ref& p : *list)
+                            if (p) f(p);
+    }
+
+    std::pmr::memory_resource* memory_;
+    std::size_t in_use_;
+    resource_vector<twin> twins_;  // sorted
+    resource_vector<resource_vector<page_table>> tables_;
+};
+
 /// A request on its way: which pages of which sequences change, and the run over them.
 class requantizer {
 public:
-    /// extent: limits of stepping down that a request does not have.
+    /// extent: limits of stepping down that a request does not have. rehearsal: its tables change, not those
+    /// of the sequences.
     requantizer(cache& of, std::span<sequence* const> sequences, const requantize_request& request,
-                const change_range& extent = {})
-        : sequences_(sequences),
+                const change_range& extent = {}, page_rehearsal* rehearsal = nullptr)
+        : rehearsal_(rehearsal),
+          sequences_(sequences),
           request_(request),
           extent_(extent),
           cache_(&of),
@@ -57,19 +161,21 @@ public:
     /// read.
     requantize_report run(const requantize_limit& limit, int threads, const executor_view* ex,
                           workspace* space) {
-        dry_ = ex == nullptr;
+        dry_ = ex == nullptr && rehearsal_ == nullptr;
         const auto start = std::chrono::steady_clock::now();
         // At most one thread per page.
         std::size_t pages = 1;
-        for (sequence* s : sequences_)
-            for (const page_table& table :
-                 dry_ ? sequence_access::tables(*s) : sequence_access::committed_tables(*s))
+        for (std::size_t i = 0; i < sequences_.size(); ++i) {
+            if (ex) (void)sequence_access::committed_tables(*sequences_[i]);
+            for (const page_table& table : tables_of(i))
                 pages += 2 * static_cast<std::size_t>(table.committed);
-        report_.bytes_before = report_.bytes_after = report_.bytes_peak = cache_->pool().bytes_in_use();
+        }
+        report_.bytes_before = report_.bytes_after = report_.bytes_peak =
+            rehearsal_ ? rehearsal_->bytes_in_use() : cache_->pool().bytes_in_use();
         const auto workers = smaller(pages, static_cast<std::size_t>(larger(1, threads)));
         scratch_floats_ = cache_->scratch_floats();
         report_.workspace = workers * scratch_floats_ * sizeof(float);
-        if (!dry_) scratch_ = reinterpret_cast<float*>(space->reserve(report_.workspace));
+        if (ex) scratch_ = reinterpret_cast<float*>(space->reserve(report_.workspace));
         resource_vector<job> batch(cache_->pool().memory());
         batch.reserve(workers);
         spans_.reserve(workers * sequences_.size());
@@ -88,7 +194,7 @@ public:
             }
             if (drop_lower(role, format, change)) return;
             batch.push_back({layer, role, format, spans_.size(), change.spans.size()});
-            if (!dry_ && role == tensor::key)
+            if (ex && role == tensor::key)
                 batch.back().plan = plan_of(change.spans.front(), layer, format);
             spans_.insert(spans_.end(), change.spans.begin(), change.spans.end());
             if (batch.size() == workers) convert(batch, ex);
@@ -109,12 +215,14 @@ private:
         std::size_t piece() const noexcept { return static_cast<std::size_t>(role); }
     };
 
-    static page_table& table_of(sequence& s, int layer) {
-        return sequence_access::tables(s)[static_cast<std::size_t>(layer)];
+    resource_vector<page_table>& tables_of(std::size_t sequence) const {
+        return rehearsal_ ? rehearsal_->tables(sequence) : sequence_access::tables(*sequences_[sequence]);
     }
-    page_table& table_of(const job& j, const held_span& at) const {
-        return table_of(*sequences_[static_cast<std::size_t>(at.table)], j.layer);
+    page_table& table_of(int sequence, int layer) const {
+        return tables_of(static_cast<std::size_t>(sequence))[static_cast<std::size_t>(layer)];
     }
+    page_table& table_of(const job& j, const held_span& at) const { return table_of(at.table, j.layer); }
+    int count() const noexcept { return static_cast<int>(sequences_.size()); }
     int last_layer() const { return smaller(request_.last_layer, cache_->layer_count()); }
     /// Index in the table of formats, or -1: pages do not change.
     int wanted(tensor role) const {
@@ -138,19 +246,17 @@ private:
     /// The plan of a page of keys: of the first sequence that holds it. One for all pages of its layer.
     kvq::format plan_of(const held_span& at, int layer, int format) {
         if (planned_.layer != layer || planned_.table != at.table)
-            planned_ = {layer, at.table,
-                        plan_for(*cache_, table_of(*sequences_[static_cast<std::size_t>(at.table)], layer),
-                                 layer, format)};
+            planned_ = {layer, at.table, plan_for(*cache_, table_of(at.table, layer), layer, format)};
         return planned_.plan;
     }
     void set_targets() {
-        for (sequence* s : sequences_)
+        for (int s = 0; s < count(); ++s)
             for (int layer = request_.first_layer; layer < last_layer(); ++layer)
                 for (const tensor role : cache_->tensors(layer)) {
-                    int& target = table_of(*s, layer).targets[static_cast<int>(role)];
+                    int& target = table_of(s, layer).targets[static_cast<int>(role)];
                     if (wanted(role) < 0 || wanted(role) == target) continue;
                     target = wanted(role);
-                    if (role == tensor::key) table_of(*s, layer).find_plan();
+                    if (role == tensor::key) table_of(s, layer).find_plan();
                 }
     }
 
@@ -162,7 +268,7 @@ private:
             // Tokens of a request are those of the sequence.
             if (!all_tokens && cache_->holds_tokens(layer) && !cache_->takes_steps(layer)) continue;
             tables_.clear();
-            for (sequence* s : sequences_) tables_.push_back(&table_of(*s, layer));
+            for (int s = 0; s < count(); ++s) tables_.push_back(&table_of(s, layer));
             changes_.set_geometry(cache_->geometry(layer));
             changes_.select(tables_, extent_);
             for (const tensor role : cache_->tensors(layer)) {
@@ -192,7 +298,10 @@ private:
         report_.bytes_freed += p.lower_bytes();
         report_.bytes_after -= p.lower_bytes();
         ++report_.pages;
-        if (!dry_) cache_->pool().drop_lower(p, format);
+        if (rehearsal_)
+            rehearsal_->drop_lower(p, format);
+        else if (!dry_)
+            cache_->pool().drop_lower(p, format);
         return true;
     }
 
@@ -200,17 +309,18 @@ private:
         std::size_t added = 0;
         for (job& j : batch) {
             const page& held = *old_page(j);
-            const std::size_t bytes = data_bytes(j.role, j.layer, j.format, held);
-            if (!dry_)
-                j.fresh =
-                    cache_->pool().allocate(bytes, j.format, held.tokens,
-                                            cache_->lower_bytes(j.role, j.layer, j.format, held.tokens));
-            if (!dry_ && j.plan) choose_plan(*cache_, j.layer, held, j.plan, *j.fresh);
+            const std::size_t bytes = data_bytes(j.role, j.layer, j.format, held),
+                              lower = cache_->lower_bytes(j.role, j.layer, j.format, held.tokens);
+            if (rehearsal_)
+                j.fresh = rehearsal_->allocate(bytes, j.format, held.tokens, lower);
+            else if (!dry_)
+                j.fresh = cache_->pool().allocate(bytes, j.format, held.tokens, lower);
+            if (j.plan) choose_plan(*cache_, j.layer, held, j.plan, *j.fresh);
             added += page_pool::allocation(bytes);
         }
         report_.bytes_after += added;
         report_.bytes_peak = larger(report_.bytes_peak, report_.bytes_after);
-        if (!dry_)
+        if (ex)
             ex->parallel_for(static_cast<int>(batch.size()), [&](int i) {
                 const job& j = batch[static_cast<std::size_t>(i)];
                 const page& from = *old_page(j);
@@ -246,11 +356,12 @@ private:
         }
     }
 
+    page_rehearsal* rehearsal_;
     std::span<sequence* const> sequences_;
     requantize_request request_;
     change_range extent_;
     cache* cache_;
-    bool dry_ = true;
+    bool dry_ = true;  // tables are only read
     page_changes changes_;
     resource_vector<page_table*> tables_;  // of one layer
     resource_vector<held_span> spans_;     // of the batch

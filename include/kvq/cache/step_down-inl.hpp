@@ -21,21 +21,34 @@ public:
         sequence_access::expect_members(of, sequences, "of those to step down");
         expect_distinct(sequences);
         check_policy(of, policy);
-        for (sequence* const s : sequences) (void)sequence_access::committed_tables(*s);
-        report_.bytes_before = report_.bytes_after = report_.bytes_peak = of.pool().bytes_in_use();
     }
 
     step_down_report run(executor_view ex) {
+        for (sequence* const s : sequences_) (void)sequence_access::committed_tables(*s);
+        report_.bytes_before = report_.bytes_after = report_.bytes_peak = cache_.pool().bytes_in_use();
+        return run(ex.concurrency(), &ex, nullptr);
+    }
+    /// Changes copies of the tables alone.
+    step_down_report rehearse(int threads) {
+        page_rehearsal rehearsal(cache_, sequences_);
+        report_.bytes_before = report_.bytes_after = report_.bytes_peak = rehearsal.bytes_in_use();
+        return run(threads, nullptr, &rehearsal);
+    }
+
+private:
+    step_down_report run(int threads, const executor_view* ex, page_rehearsal* rehearsal) {
         if (!policy_.tiers.empty() && !sequences_.empty()) {
             const auto down = [&](std::size_t tier, const change_range& range) {
-                return lower(tier, range, ex);
+                return lower(tier, range, threads, ex, rehearsal);
             };
             std::vector<int> ages, lengths;
             std::vector<const page_table*> tables;
             for (const tier& t : policy_.tiers) ages.push_back(t.age);
-            for (const sequence* s : sequences_) {
-                lengths.push_back(s->tokens());
-                for (const page_table& table : sequence_access::tables(*s)) tables.push_back(&table);
+            for (std::size_t i = 0; i < sequences_.size(); ++i) {
+                sequence& s = *sequences_[i];
+                lengths.push_back(s.tokens());
+                for (const page_table& table : rehearsal ? rehearsal->tables(i) : sequence_access::tables(s))
+                    tables.push_back(&table);
             }
             step_down_by_age(ages, lengths, down);
             step_down_by_budget(ages.size(), tables, report_.bytes_after, policy_.byte_budget, down);
@@ -44,9 +57,9 @@ public:
         return std::move(report_);
     }
 
-private:
     /// Pages of a range to tier `index`. Returns the bytes in the pool.
-    std::size_t lower(std::size_t index, const change_range& range, executor_view ex) {
+    std::size_t lower(std::size_t index, const change_range& range, int threads, const executor_view* ex,
+                      page_rehearsal* rehearsal) {
         requantize_request request;
         request.key = policy_.tiers[index].format.key;
         request.value = policy_.tiers[index].format.value;
@@ -56,8 +69,8 @@ private:
         request.last_token = range.last_token;
         request.only_smaller = true;
         const requantize_report r =
-            requantizer(cache_, std::span<sequence* const>(sequences_), request, range)
-                .run({}, ex.concurrency(), &ex, &space_);
+            requantizer(cache_, std::span<sequence* const>(sequences_), request, range, rehearsal)
+                .run({}, threads, ex, &space_);
         report_.bytes_peak = larger(report_.bytes_peak, r.bytes_peak);
         report_.bytes_after = r.bytes_after;
         if (r.pages > 0)
@@ -104,6 +117,20 @@ KVQ_FUNC step_down_report step_down(cache& of, std::span<sequence* const> sequen
 KVQ_FUNC step_down_report step_down(cache& of, sequence& s, const step_down_policy& policy) {
     sequence* const one = &s;
     return step_down(of, std::span<sequence* const>(&one, 1), policy);
+}
+
+KVQ_FUNC step_down_report plan_step_down(const cache& of, std::span<const sequence* const> sequences,
+                                         const step_down_policy& policy, int threads) {
+    detail::expect(threads >= 1, "stepping down needs at least 1 thread, got ", threads);
+    // Nothing of them changes without an executor.
+    const std::span<sequence* const> same(const_cast<sequence* const*>(sequences.data()), sequences.size());
+    return detail::stepper(const_cast<cache&>(of), same, policy).rehearse(threads);
+}
+
+KVQ_FUNC step_down_report plan_step_down(const cache& of, const sequence& s, const step_down_policy& policy,
+                                         int threads) {
+    const sequence* const one = &s;
+    return plan_step_down(of, std::span<const sequence* const>(&one, 1), policy, threads);
 }
 
 }}

@@ -6,6 +6,8 @@
 //                                                                           // the end
 //                                     {.age = 8192, .format = {2, 2}}},     // 4 bit from 8192
 //                           .byte_budget = std::size_t{1} << 30};
+//   plan_step_down(cache, sequence, policy);                                // dry run: the report that
+//                                                                           // step_down() would give
 //   step_down(cache, sequence, policy);                                     // between decode steps
 //
 // By age: a page takes the format of the last tier whose age all tokens of the page have reached, in any
@@ -69,6 +71,14 @@ void check_policy(const cache& of, const step_down_policy& policy);
 step_down_report step_down(cache& of, std::span<sequence* const> sequences, const step_down_policy& policy,
                            executor_view executor = serial_executor{});
 step_down_report step_down(cache& of, sequence& s, const step_down_policy& policy);
+
+/// Dry run of step_down() on `threads` threads: its report, byte for byte, as long as no other sequence takes
+/// or drops references to these pages in between. Nothing changes, and a pool without room is no error:
+/// bytes_peak says what a run would need. Takes memory for a copy of the tables and 64 bytes a page.
+[[nodiscard]] step_down_report plan_step_down(const cache& of, std::span<const sequence* const> sequences,
+                                              const step_down_policy& policy, int threads = 1);
+[[nodiscard]] step_down_report plan_step_down(const cache& of, const sequence& s,
+                                              const step_down_policy& policy, int threads = 1);
 
 }}  // namespace kvq
 

@@ -377,6 +377,8 @@ FUNCTIONS: Dict[str, List[Any]] = {
         POINTER(kvq_requantize_report)],
     "kvq_cache_step_down": [handle, POINTER(handle), c_int32, POINTER(kvq_step_down_policy), handle,
         POINTER(kvq_step_down_report)],
+    "kvq_cache_plan_step_down": [handle, POINTER(handle), c_int32, POINTER(kvq_step_down_policy), handle,
+        POINTER(kvq_step_down_report)],
     "kvq_cache_get_footprint": [handle, c_int32, POINTER(kvq_footprint_query), POINTER(kvq_footprint)],
     "kvq_cache_longest_context": [handle, c_size_t, POINTER(kvq_footprint_query), POINTER(c_int32)],
     "kvq_get_budget": [POINTER(kvq_cache_options), POINTER(kvq_budget_query), POINTER(c_size_t)],

@@ -344,6 +344,15 @@ class Cache(Handle):
                                     optional_handle(threads, Threads, "threads"), ctypes.byref(report))
         return from_c(StepDownReport, report)
 
+    def plan_step_down(self, sequences: Iterable[Sequence], policy: StepDownPolicy,
+                       threads: Optional[Threads] = None) -> StepDownReport:
+        """A dry run: the report of step_down with these threads, to the byte."""
+        report = _abi.kvq_step_down_report()
+        library.kvq_cache_plan_step_down(self, *handles(sequences, Sequence, "a sequence"),
+                                         ctypes.byref(policy_to_c(policy)),
+                                         optional_handle(threads, Threads, "threads"), ctypes.byref(report))
+        return from_c(StepDownReport, report)
+
     # ---- estimates ----
 
     def footprint(self, tokens: int, *, sequences: int = 1, q_heads: Optional[int] = None, q_tokens: int = 1,

@@ -305,6 +305,10 @@ class Sequence(TokenStore):
         """Cache.step_down for this sequence alone."""
         return self.cache.step_down([self], policy, threads)
 
+    def plan_step_down(self, policy: StepDownPolicy, threads: Optional[Threads] = None) -> StepDownReport:
+        """Cache.plan_step_down for this sequence alone."""
+        return self.cache.plan_step_down([self], policy, threads)
+
     def save(self, to: File, model: str = "", *, upper_only: bool = False) -> None:
         """Writes a safetensors file. to: a path, renamed when it is complete, or a binary file that is open for writing.
 

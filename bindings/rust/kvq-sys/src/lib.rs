@@ -767,6 +767,9 @@ extern "C" {
     pub fn kvq_cache_step_down(cache: *mut kvq_cache, sequences: *const *mut kvq_sequence, count: i32,
         policy: *const kvq_step_down_policy, executor: *mut kvq_executor, report: *mut kvq_step_down_report) ->
         kvq_status;
+    pub fn kvq_cache_plan_step_down(cache: *const kvq_cache, sequences: *const *mut kvq_sequence, count: i32,
+        policy: *const kvq_step_down_policy, executor: *mut kvq_executor, report: *mut kvq_step_down_report) ->
+        kvq_status;
     pub fn kvq_cache_get_footprint(cache: *const kvq_cache, tokens: i32, query: *const kvq_footprint_query,
         footprint: *mut kvq_footprint) -> kvq_status;
     pub fn kvq_cache_longest_context(cache: *const kvq_cache, budget: usize, query: *const kvq_footprint_query,

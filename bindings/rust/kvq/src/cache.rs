@@ -450,6 +450,21 @@ impl Cache {
         Ok(StepDownReport::from_c(&report))
     }
 
+    /// A dry run: the report of [`Cache::step_down`] with these threads, to the byte.
+    pub fn plan_step_down(
+        &self,
+        sequences: &[&Sequence],
+        policy: &StepDownPolicy,
+        threads: Option<&mut Threads>,
+    ) -> Result<StepDownReport> {
+        let all: Vec<_> = sequences.iter().map(|s| s.raw()).collect();
+        let (n, policy) = (int(all.len(), "sequences")?, policy.to_c()?);
+        let executor = threads.map_or(ptr::null_mut(), |t| t.raw());
+        let mut report = init!(kvq_step_down_report {});
+        check(unsafe { sys::kvq_cache_plan_step_down(self.raw(), all.as_ptr(), n, &policy.c, executor, &mut report) })?;
+        Ok(StepDownReport::from_c(&report))
+    }
+
     /// Bytes of sequences of `tokens` tokens, equal to what will be allocated.
     pub fn footprint(&self, tokens: usize, query: &FootprintQuery) -> Result<Footprint> {
         let mut query = query.to_c()?;

@@ -573,7 +573,10 @@ fn sequences() {
         tiers: vec![tier],
         ..Default::default()
     };
-    assert!(cache.step_down(&mut [&mut s], &policy, None).unwrap().fits);
+    let plan = cache.plan_step_down(&[&s], &policy, None).unwrap();
+    let done = cache.step_down(&mut [&mut s], &policy, None).unwrap();
+    assert!(done.fits);
+    assert_eq!((plan.pages, plan.bytes_after), (done.pages, done.bytes_after));
     let usage = s.usage().unwrap();
     assert_eq!((usage.tokens, usage.not_finite), (150, 0));
     assert!(s.append_bytes(100).unwrap() > 0 && s.prefill_bytes(100).unwrap() > 0 && s.draft_bytes(64).unwrap() > 0);
