@@ -19,6 +19,7 @@
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/policy/prefix_cache.hpp>
 #include <kvq/policy/ring.hpp>
+#include <kvq/schemes/token_records.hpp>
 #include <optional>
 
 #include "support/latents.hpp"
@@ -489,6 +490,71 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
          "does not keep its 8 rotary channels");
     says([&] { kvq::cache short_pages({of}, {.keys = format_of<kvq::std4::keys>(), .page_tokens = 4}); },
          "does not keep its 8 rotary channels");
+}
+
+TEST_CASE("keys of an index are beside latents whose format they do not fit") {
+    const auto of_key = [](int format, kvq::layer l) {
+        l.formats.key = format;
+        return l;
+    };
+    const kvq::layer latent = kvq::latent_attention(512, 64), index = kvq::index_layer(128);
+    const kvq::format records =
+                          test::made<test::usual>(kvq::records_of<kvq::record_layout_number("mla-656")>{}),
+                      bytes = format_of<kvq::int8>();
+    const auto options = [](kvq::format_list keys) {
+        return kvq::cache_options{.keys = std::move(keys), .sinks = 2, .recent = 5, .page_tokens = 16};
+    };
+    test::counting_resource memory;
+    kvq::cache_options both = options({records, bytes});
+    both.memory = &memory;
+    kvq::cache cache({latent, of_key(1, index)}, both), of_latents({latent}, options(records)),
+        of_index({index}, options(bytes));
+    test::generator random(6);
+    const auto none = kvq::no_rows();
+    const auto k = test::random_tensor(random, 60, 1, 576), i = test::random_tensor(random, 60, 1, 128),
+               q = test::random_tensor(random, 2, 3, 576), index_q = test::random_tensor(random, 2, 4, 128);
+    const std::vector<float> weights(8, 0.5f);
+    auto s = cache.new_sequence(), latents = of_latents.new_sequence(), keys = of_index.new_sequence();
+    s.append(0, k.view(), none);
+    s.append(1, i.view(), none);
+    latents.append(0, k.view(), none);
+    keys.append(0, i.view(), none);
+    CHECK(s.usage().bytes == memory.bytes());
+    CHECK(kvq::footprint(cache, 60, 1).total == memory.bytes());
+    CHECK(s.usage().quantized == latents.usage().quantized + keys.usage().quantized);
+    test::tensor<float> want(2, 3, 512);
+    std::vector<std::int32_t> best(10);
+    latents.attend(0, q.view(), want.view());
+    keys.select(0, index_q.view(), weights.data(), 5, best.data());
+    const auto check = [&](const kvq::sequence& of) {
+        test::tensor<float> out(2, 3, 512);
+        std::vector<std::int32_t> found(10);
+        of.attend(0, q.view(), out.view());
+        of.select(1, index_q.view(), weights.data(), 5, found.data());
+        CHECK(out.values() == want.values());
+        CHECK(found == best);
+    };
+    check(s);
+    check(test::restored(cache, test::saved(s)));
+    CHECK(cache.attention_workspace(60, 3) > 0);
+    CHECK(cache.add_format(tensor::key, kvq::with_fp16_channels(format_of<kvq::std4::keys>(), 64)) == 2);
+    check(s);
+    cache.requantize(s, {.key = 2, .first_layer = 0, .last_layer = 1});
+    const auto says = [&](auto&& call, const char* part) {
+        const std::string message = test::message_of(call);
+        INFO(message);
+        CHECK(test::contains(message, part));
+    };
+    says([&] { cache.requantize(s, {.key = 0, .first_layer = 1, .last_layer = 2}); },
+         "mla-656 has 576 channels, but head_dim is 128");
+    says([&] { cache.commit_to(tensor::key, 0); }, "mla-656 has 576 channels, but head_dim is 128");
+    says([&] { kvq::cache wrong({latent, index}, options({records, bytes})); }, "mla-656 has 576 channels");
+    alignas(16) const std::byte page[16 * 656] = {};
+    kvq::page_list lent(cache, 1);
+    says([&] { lent.add({.keys = page, .key_format = 1, .key_capacity = 16, .tokens = 4}); },
+         "mla-656 has 576 channels, but head_dim is 128");
+    says([&] { (void)cache.add_format(tensor::key, kvq::with_fp16_channels(bytes, 576)); },
+         "has 576 channels in fp16, and a layer of the cache has keys of 576");
 }
 
 TEST_CASE("messages and files of an index, or of a latent that is divided in another way, are refused") {

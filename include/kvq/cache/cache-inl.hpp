@@ -45,15 +45,24 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
                            format_text(table(role)[i + 1]), " on ", table(role)[i + 1].backend(),
                            ": list a format once");
         }
+    if (shapes_.distinct().size() > 1)
+        for (const int layer : shapes_.distinct()) {
+            const std::pair dims(shape(layer).kv_heads, shape(layer).head_dim);
+            const auto place = fitting_keys_.emplace(dims, detail::format_table(tensor::key, keys_[0], {}));
+            for (int i = 1; place.second && i < keys_.size(); ++i)
+                place.first->second.add(fitting(layer, keys_[i]));
+        }
     for (int i = 0; i < layer_count(); ++i)
         expect_holds_rotary(i, layers_[static_cast<std::size_t>(i)].formats.key);
     detail::check_backends(keys_, values_);
-    for (const layer& l : layers_) {
+    for (int layer = 0; layer < layer_count(); ++layer) {
+        const kvq::layer& l = layers_[static_cast<std::size_t>(layer)];
         const std::pair dims(l.head_dim, l.value_dim);
         if (!detail::holds_keys_alone(l.kind) || latent_values_.count(dims) > 0) continue;
-        const auto values = [&](int i) { return detail::values_of_keys(keys_[i], dims.first, dims.second); };
+        const detail::format_table& keys = table(tensor::key, layer);
+        const auto values = [&](int i) { return detail::values_of_keys(keys[i], dims.first, dims.second); };
         detail::format_table read(tensor::value, values(0), {});
-        for (int i = 1; i < keys_.size(); ++i) read.add(values(i));
+        for (int i = 1; i < keys.size(); ++i) read.add(values(i));
         latent_values_.emplace(dims, std::move(read));
     }
     if (state_) (void)recurrent_state(*state_, pool_, options.snapshots);  // checks the policy
@@ -113,13 +122,29 @@ KVQ_FUNC const detail::format_table& cache::table(tensor role) const noexcept {
     return role == tensor::key ? keys_ : values_;
 }
 
+KVQ_FUNC const detail::format_table& cache::table(tensor role, int layer) const noexcept {
+    if (role == tensor::value) return values_;
+    const auto found = fitting_keys_.find({shape(layer).kv_heads, shape(layer).head_dim});
+    return found == fitting_keys_.end() ? keys_ : found->second;
+}
+
+KVQ_FUNC const format& cache::fitting(int layer, const format& f) const {
+    return detail::caught([&] { check(tensor::key, f, 0, layer); }) ? keys_.window() : f;
+}
+
 KVQ_FUNC int cache::add_format(tensor role, const format& f) {
     detail::format_table& list = role == tensor::key ? keys_ : values_;
     check(role, f, list.listed());
     if (const int i = list.find(f); i < list.listed()) return i;
     detail::check_backends(keys_, values_, f);
-    for (auto& [dims, read] : latent_values_)
-        if (role == tensor::key) read.add(detail::values_of_keys(f, dims.first, dims.second));
+    std::map<std::pair<int, int>, format> fits;
+    if (role == tensor::key) {
+        for (const int layer : shapes_.distinct())
+            fits.emplace(std::pair(shape(layer).kv_heads, shape(layer).head_dim), fitting(layer, f));
+        for (auto& [dims, read] : latent_values_)
+            read.add(detail::values_of_keys(fits.at({1, dims.first}), dims.first, dims.second));
+        for (auto& [dims, formats] : fitting_keys_) formats.add(fits.at(dims));
+    }
     list.add(f);
     return list.listed() - 1;
 }
@@ -174,12 +199,12 @@ KVQ_FUNC void cache::expect_all_tokens(const char* who) const {
 }
 
 KVQ_FUNC std::size_t cache::page_bytes(tensor role, int layer, int index, int tokens) const {
-    return table(role).block_bytes(index, {role, tokens, shape(layer).dim(role)}) *
+    return table(role, layer).block_bytes(index, {role, tokens, shape(layer).dim(role)}) *
            static_cast<std::size_t>(shape(layer).kv_heads);
 }
 
 KVQ_FUNC std::size_t cache::lower_bytes(tensor role, int layer, int index, int tokens) const {
-    return table(role)[index].lower_bytes({role, tokens, shape(layer).dim(role)}) *
+    return table(role, layer)[index].lower_bytes({role, tokens, shape(layer).dim(role)}) *
            static_cast<std::size_t>(shape(layer).kv_heads);
 }
 
@@ -242,17 +267,31 @@ KVQ_FUNC const format& cache::window_of(const cache_options& options) {
     return options.keys[0].functions().backend->fp16();
 }
 
-KVQ_FUNC void cache::check(tensor role, const format& f, int number) const {
+KVQ_FUNC void cache::check(tensor role, const format& f, int number, int layer) const {
     std::string what = std::string(detail::name_of(role)) + " format " + std::to_string(number);
-    for (const int layer : shapes_.distinct())
-        if (static_cast<std::size_t>(role) < tensors(layer).size())
-            detail::check_format(
-                f, shape(layer), role, options_.page_tokens,
-                shapes_.distinct().size() == 1 ? what : what + " in layer " + std::to_string(layer));
+    if (shapes_.distinct().size() > 1) what += " in layer " + std::to_string(layer);
+    detail::check_format(f, shape(layer), role, options_.page_tokens, what);
+}
+
+/// Keys of latents and of an index are seldom in one format: in a list for several shapes, a format fits one
+/// of them at least. Without exceptions it fits all.
+KVQ_FUNC void cache::check(tensor role, const format& f, int number) const {
+    const std::vector<int>& kinds = shapes_.distinct();
+    if (role == tensor::key)
+        for (const int layer : kinds)
+            if (kinds.size() > 1 && !detail::caught([&] { check(role, f, number, layer); })) return;
+    for (const int layer : kinds)
+        if (static_cast<std::size_t>(role) < tensors(layer).size()) check(role, f, number, layer);
+}
+
+KVQ_FUNC void cache::expect_fits(int layer, int index) const {
+    if (!table(tensor::key, layer)[index].is(keys_[index]))
+        check(tensor::key, keys_[index], index - 1, layer);
 }
 
 KVQ_FUNC void cache::expect_holds_rotary(int layer, int listed) const {
     const kvq::layer& of = layers_[static_cast<std::size_t>(layer)];
+    if (holds_tokens(layer)) expect_fits(layer, listed + 1);
     if (of.rotary_channels == 0) return;
     const format& f = keys_[listed + 1];
     const std::string_view name = f.name(), inner = detail::name_before_bounds(name);
@@ -358,8 +397,8 @@ KVQ_FUNC std::size_t cache::attention_workspace(int tokens, int q_heads, int q_t
         const detail::attention_items items{&item, layer, 1, [](const void* of, int, int) {
                                                 return *static_cast<const detail::attention_item*>(of);
                                             }};
-        most = detail::larger(most, detail::attention_batch(keys_, read_values(layer), shape(layer),
-                                                            geometry(), rotations_, items, mods)
+        most = detail::larger(most, detail::attention_batch(table(tensor::key, layer), read_values(layer),
+                                                            shape(layer), geometry(), rotations_, items, mods)
                                         .bytes(threads));
     }
     return most;

@@ -74,7 +74,9 @@ public:
         const kvq::layer& of = layers_[static_cast<std::size_t>(layer)];
         return of.kind == layer_kind::shared ? of.owner : layer;
     }
-    /// Raises kvq::error for a listed format of keys in which a latent layer would lose its rotary channels.
+    /// Raises kvq::error for the format of a page of keys, by its index, that cannot hold those of a layer.
+    void expect_fits(int layer, int index) const;
+    /// The same for a listed one, and for one in which a latent layer would lose its rotary channels.
     void expect_holds_rotary(int layer, int listed) const;
     /// Raises kvq::error where keys that move by `by` positions turn channels that are values of the layer.
     void expect_values_stay(int layer, std::int64_t by) const;
@@ -104,6 +106,8 @@ public:
 
     /// Formats of pages of K or V: index 0 is the window, listed format i has index i + 1.
     const detail::format_table& table(tensor role) const noexcept;
+    /// With the window in place of those that cannot hold the keys of this layer.
+    const detail::format_table& table(tensor role, int layer) const noexcept;
     const format& window() const noexcept { return keys_.window(); }
     /// Floats that quantizing a block of any layer takes as scratch.
     std::size_t scratch_floats() const noexcept;
@@ -220,6 +224,9 @@ private:
     static std::vector<layer> with_formats(std::vector<layer> layers, const cache_options& options);
     static const format& window_of(const cache_options& options);
     void check(tensor role, const format& f, int number) const;
+    void check(tensor role, const format& f, int number, int layer) const;
+    /// f, or the window if f cannot hold the keys of this layer.
+    const format& fitting(int layer, const format& f) const;
     void expect_listed(tensor role, int number) const;
     /// The formats in which attention reads the values of a layer; of one of keys alone, these.
     const detail::format_table& read_values(int layer) const noexcept;
@@ -247,6 +254,8 @@ private:
     cache_options options_;
     detail::format_table keys_;
     detail::format_table values_;
+    // By kv heads and channels, where there are several.
+    std::map<std::pair<int, int>, detail::format_table> fitting_keys_;
     // Of layers of keys alone, by channels of keys and values.
     std::map<std::pair<int, int>, detail::format_table> latent_values_;
     detail::rotation_table rotations_;

@@ -52,6 +52,7 @@ KVQ_FUNC page_ref page_list::header(tensor role, const borrowed_pages& p, std::s
     const std::byte* const data = keys ? p.keys : p.values;
     detail::expect(format >= 0 && format < table.size(), "pages ", place, " have ", detail::name_of(role),
                    " format ", format, ", the cache has ", table.size());
+    if (keys) cache_.expect_fits(layer_, format);
     detail::expect(!table[format].functions().upper, "pages ", place, " have ", detail::name_of(role),
                    " format ", format_text(table[format]), ", whose two planes do not lie in one place");
     const int most = detail::planned_tokens(format, cache_.geometry());

@@ -111,8 +111,8 @@ KVQ_FUNC void cache::attend_items(int layer, const detail::attention_items& item
     detail::expect(rows <= (std::numeric_limits<int>::max)() / 2, "a batch of ", rows, " query rows");
     if (rows == 0) return;
     const int threads = executor.concurrency();
-    const detail::attention_batch all(keys_, read_values(layer), shape(layer), geometry(layer), rotations_,
-                                      items, mods);
+    const detail::attention_batch all(table(tensor::key, layer), read_values(layer), shape(layer),
+                                      geometry(layer), rotations_, items, mods);
     all.run(layer, executor, threads, space.reserve(all.bytes(threads)));
 }
 
@@ -145,8 +145,8 @@ KVQ_FUNC void sequence::attention_mass(int layer, const query_view& q, float* ma
     check_window(layer, held - q.tokens);
     const int of = cache_->owner(layer), threads = executor.concurrency();
     const page_geometry g = cache_->geometry(of);
-    const detail::attention_mass all(cache_->keys_, cache_->read_values(of), shape(of), g, cache_->rotations_,
-                                     of, pages(of), q, mods.within(g.window), threads);
+    const detail::attention_mass all(cache_->table(tensor::key, of), cache_->read_values(of), shape(of), g,
+                                     cache_->rotations_, of, pages(of), q, mods.within(g.window), threads);
     all.run(executor, space.reserve(all.bytes()), mass);
 }
 
@@ -177,8 +177,8 @@ KVQ_FUNC void cache::select(int layer, std::span<const select_request> batch, in
             const select_request& r = static_cast<const select_request*>(requests)[i];
             return detail::token_selection::item{r.sequence->pages(of), r.q, r.weights, r.out};
         }};
-    const detail::token_selection all(keys_, read_values(layer), shape(layer), geometry(layer), rotations_,
-                                      items, best, executor.concurrency());
+    const detail::token_selection all(table(tensor::key, layer), read_values(layer), shape(layer),
+                                      geometry(layer), rotations_, items, best, executor.concurrency());
     all.run(executor, space.reserve(all.bytes()));
 }
 
@@ -362,9 +362,10 @@ KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, i
                 return detail::attention_item{pages, q, q, r.mods ? &*r.mods : nullptr};
             }};
         if (rows > 0)
-            bytes = detail::larger(bytes, detail::attention_batch(keys_, read_values(layer), shape(layer),
-                                                                  geometry(), rotations_, items, mods)
-                                              .bytes(threads));
+            bytes = detail::larger(
+                bytes, detail::attention_batch(table(tensor::key, layer), read_values(layer), shape(layer),
+                                               geometry(), rotations_, items, mods)
+                           .bytes(threads));
     }
     space.reserve(bytes);
     for (const step_request& r : batch)

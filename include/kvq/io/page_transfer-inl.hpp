@@ -315,6 +315,7 @@ KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) 
     if (format < 0)
         detail::raise_unknown_format(cache_.table(tensor_of), m.scheme,
                                      detail::layer_text(layer, tensor_of) + " is");
+    if (tensor_of == tensor::key) cache_.expect_fits(m.layer, format);
     detail::expect(copy ? format == 0 && m.committed && m.skip == 0 && span.full() && !m.sinks
                         : format == 0 || (m.committed && !m.sinks),
                    detail::layer_text(layer, tensor_of), ": the page at ", m.first_token,
@@ -333,6 +334,7 @@ KVQ_FUNC void page_receiver::accept_as(const page_message& m, tensor tensor_of) 
         if (target < 0)
             detail::raise_unknown_format(cache_.table(tensor_of), *m.target,
                                          detail::layer_text(layer, tensor_of) + " is to be");
+        if (tensor_of == tensor::key) cache_.expect_fits(m.layer, target);
     }
     received_pages& list = received_[2 * layer + role];
     const received fresh{span, m.layer_tokens, m.committed, target, {}, {}, std::move(target_plan)};

@@ -126,6 +126,9 @@ private:
             raise_unknown_format(
                 cache_.table(role), identity(role, static_cast<std::size_t>(table.target)),
                 layer_text(static_cast<std::size_t>(layer), role) + " of the saved sequence is to be");
+        if (const int target = mapped(role, static_cast<std::size_t>(table.target));
+            role == tensor::key && target >= 0)
+            cache_.expect_fits(layer, target);
         const page_geometry& g = index_.description().geometry;
         const auto heads = static_cast<std::uint64_t>(cache_.shape(layer).kv_heads);
         const auto expect_pages = [&](const std::string& name, std::size_t count, std::uint32_t format,
@@ -157,6 +160,7 @@ private:
     std::size_t block_bytes(tensor role, int layer, std::uint32_t format, int tokens) const {
         const block_shape shape{role, tokens, cache_.shape(layer).dim(role)};
         const int index = mapped(role, format);
+        if (index >= 0 && role == tensor::key) cache_.expect_fits(layer, index);
         if (index >= 0) return cache_.table(role)[index].block_bytes(shape);
         return visit_float_type(other_window(role, layer, format),
                                 [&]<class T>(T) { return full<T>{}.block_bytes(shape); });
