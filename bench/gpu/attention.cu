@@ -11,7 +11,7 @@
 // With -DLARGE_HEADS: heads of 256 and 512 channels. With -DROWS: pages in the bytes of other systems.
 // With -DMINE: one row for a table of cards (scripts/gpu-bench --mine), in less memory. With -DPRESETS=1 (5
 // to 8 bits) or 2 (the narrower ones): the presets, each behind the plain affine format of its width;
-// "-plan": channels of different widths, where importance differs between channels by factors of exp(4) and
+// With -DPLANES: a format with two planes, and its upper plane alone, beside int8 and std4. "-plan": channels of different widths, where importance differs between channels by factors of exp(4) and
 // more, otherwise mixed widths are even.
 #include <kvq/cuda/decode/attend.cuh>
 #include <kvq/schemes/presets.hpp>
@@ -165,26 +165,37 @@ measured run(const char* name, const shape& s, settings& set) {
     const int columns = pages_of(*std::max_element(lengths.begin(), lengths.end()));
     const std::size_t key_page = ref_type::dense_key_page(s.kv_heads),
                       value_page = ref_type::dense_value_page(s.kv_heads);
+    std::size_t lower_keys = 0, lower_values = 0;
+    if constexpr (cuda::detail::has_lower<Format>) {
+        lower_keys = Format::lower_key_bytes * static_cast<std::size_t>(s.kv_heads);
+        lower_values = Format::lower_value_bytes * static_cast<std::size_t>(s.kv_heads);
+    }
+    const std::size_t page_bytes = key_page + value_page + lower_keys + lower_values;
     std::size_t case_pages = 0;
     for (const int length : lengths) case_pages += static_cast<std::size_t>(pages_of(length));
-    const std::size_t case_bytes = case_pages * (key_page + value_page);
+    const std::size_t case_bytes = case_pages * page_bytes;
     // As many caches as take 0.75 GB together, at most what fits.
     const std::size_t sets = std::max<std::size_t>(
         1, std::min<std::size_t>((std::size_t{3} << 28) / case_bytes + 1, set.bytes / case_bytes));
     const std::size_t pages = sets * case_pages;
-    if (pages * (key_page + value_page) > set.bytes) return {};
+    if (pages * page_bytes > set.bytes ||
+        (cuda::detail::names_planes<Format> && pages > cuda::detail::most_plane_pages))
+        return {};
     ref_type cache;
     cache.key_pages = set.memory;
     cache.value_pages = set.memory + pages * key_page;
     cache.key_page_bytes = key_page;
     cache.value_page_bytes = value_page;
+    if constexpr (cuda::detail::has_lower<Format>)
+        cache.lower = {{set.memory + pages * (key_page + value_page),
+                        set.memory + pages * (key_page + value_page + lower_keys), lower_keys, lower_values}};
     cache.sequences = s.batch;
     cache.table_columns = columns;
     cache.kv_heads = s.kv_heads;
     cache.set_transform(tensor::key, 0);
     const std::size_t blocks = pages * static_cast<std::size_t>(s.kv_heads);
-    bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(set.memory),
-                                        pages * (key_page + value_page) / 4, 17u);
+    bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(set.memory), pages * page_bytes / 4,
+                                        17u);
     fill_parameters<typename Format::keys><<<static_cast<unsigned>(blocks), 128>>>(
         cache.key_pages, blocks, Format::key_block_bytes, Format::key_shape());
     fill_parameters<typename Format::values><<<static_cast<unsigned>(blocks), 128>>>(
@@ -194,6 +205,11 @@ measured run(const char* name, const shape& s, settings& set) {
     std::vector<int> order(pages);
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), random);
+    if constexpr (cuda::detail::names_planes<Format>) {
+        std::vector<int> lower = order;
+        std::shuffle(lower.begin(), lower.end(), random);
+        for (std::size_t i = 0; i < pages; ++i) order[i] = cuda::detail::plane_number(order[i], lower[i]);
+    }
     const std::size_t case_entries = static_cast<std::size_t>(s.batch) * static_cast<std::size_t>(columns);
     std::vector<int> entries(sets * case_entries, -1);
     std::size_t next = 0;
@@ -426,6 +442,13 @@ int main(int argc, char** argv) {
         run<plain<2>>("plain2", s, set);
         run<cuda::preset_pair<low2, 128>>("low2", s, set);
         run<cuda::preset_pair<low2, 128>>("low2-plan", s, set);
+    }
+#elif defined(PLANES)
+    for (const shape& s : shapes) {
+        run<cuda::preset_pair<std4, 128>>("std4", s, set);
+        run<cuda::upper_plane_pair<cuda::preset_pair<nested4, 128>>>("nested8 upper", s, set);
+        run<cuda::block_pair<int8, int8, 128, 128>>("int8", s, set);
+        run<cuda::plane_pair<cuda::preset_pair<nested4, 128>>>("nested8", s, set);
     }
 #elif defined(ROWS)
     shapes.push_back({64, 1024, 32, 8});

@@ -285,6 +285,8 @@ typedef struct kvq_cuda_attend_options {
     /// without window and ancestors. Refused over pages that trims or erases have cut, over moved keys, and
     /// for keys without parameters per channel (int8). The ranking does not know sink_logits.
     int32_t selected_tokens;
+    int32_t
+        upper_only;  // 1: of pages with two planes (nested8+nested4) the upper one alone is read; not prompts
 } kvq_cuda_attend_options;
 
 /// One call for each layer of a step, a prompt or a draft: its new tokens, and their attention over all that

@@ -122,6 +122,9 @@ inline cuda::attention_options attention_of(const kvq_cuda_attend_options& o) {
     a.ancestors = o.ancestors;
     a.lse = o.lse;
     a.selected_tokens = o.selected_tokens;
+    expect(o.upper_only == 0 || o.upper_only == 1, KVQ_ERROR_ARGUMENT, "options: upper_only is ",
+           o.upper_only, ", not 0 or 1");
+    a.upper_only = o.upper_only != 0;
     return a;
 }
 /// Are there lists of tokens?

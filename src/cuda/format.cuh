@@ -30,6 +30,9 @@ struct named {
     using std5_h = cuda::preset_pair<kvq::std5_h, HeadDim, PageTokens>;
     using low3_h = cuda::preset_pair<kvq::low3_h, HeadDim, PageTokens>;
     using low2_h = cuda::preset_pair<kvq::low2_h, HeadDim, PageTokens>;
+    // Pages of two planes: nested8+nested4, since the upper ones lie in pages of nested4.
+    using nested4 = cuda::preset_pair<kvq::nested4, HeadDim, PageTokens>;
+    using nested8 = cuda::plane_pair<nested4>;
     using mix4 = cuda::preset_pair<kvq::mix4, HeadDim, PageTokens>;
     using low3 = cuda::preset_pair<kvq::low3, HeadDim, PageTokens>;
     using low2 = cuda::preset_pair<kvq::low2, HeadDim, PageTokens>;

@@ -52,8 +52,11 @@ cuda::detail::layer_memory memory_of(const cuda::device_format& kernels, const k
         p.page_tokens == sink_page_tokens ? kernels.sink_block : kernels.window_block;
     std::size_t key = blocks[0], value = blocks[1];
     if (number >= 0) {
-        key = kernels.kinds[static_cast<std::size_t>(number)].key_block;
-        value = kernels.kinds[static_cast<std::size_t>(number)].value_block;
+        const cuda::device_format::kind& kind = kernels.kinds[static_cast<std::size_t>(number)];
+        expect(kind.upper < 0, KVQ_ERROR_ARGUMENT, name, " has pages of ", kind.name,
+               ", whose two planes lie in a cache's own pools");
+        key = kind.key_block;
+        value = kind.value_block;
     }
     return {static_cast<std::byte*>(p.keys), static_cast<std::byte*>(p.values),
             p.key_stride == 0 ? page_bytes(key, kv_heads) : p.key_stride,
@@ -96,8 +99,10 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
     v.kv_heads = l.kv_heads;
     v.first_token = l.sink_tokens;
     // A format that has no part has no page: its range is empty.
-    for (cuda::detail::layer_view::part& p : v.quantized)
+    for (cuda::detail::layer_view::part& p : v.quantized) {
         p = {v.window, l.window_table, l.window_table, l.committed, l.committed};
+        p.lower = v.window;
+    }
     if (l.part_count == 0) v.columns = l.window_columns;
     v.layer = -1;
     bool seen[cuda::detail::most_formats] = {};

@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include <kvq/cuda/layout/cache_ref.cuh>
+#include <kvq/cuda/layout/block_access.cuh>
 
 namespace test {
 
@@ -247,6 +247,7 @@ struct quantized_batch {
     int columns, pages;
     std::vector<int> table;               // [sequences][columns]
     std::vector<std::byte> keys, values;  // pages
+    std::vector<std::byte> lower[2];      // K, V: pages of lower planes
     typename F::keys key_scheme;
     typename F::values value_scheme;
     std::vector<std::uint16_t> plans;  // of keys of mixed widths, or none
@@ -288,7 +289,14 @@ struct quantized_batch {
         const std::size_t all_heads = heads_();
         keys.assign(static_cast<std::size_t>(pages) * all_heads * F::key_block_bytes, std::byte{0xff});
         values.assign(static_cast<std::size_t>(pages) * all_heads * F::value_block_bytes, std::byte{0xff});
-        table.assign(lengths.size() * static_cast<std::size_t>(columns), with_holes ? -1 : pages - 1);
+        if constexpr (kvq::cuda::detail::has_lower<F>) {
+            lower[0].assign(static_cast<std::size_t>(pages) * all_heads * F::lower_key_bytes,
+                            std::byte{0xff});
+            lower[1].assign(static_cast<std::size_t>(pages) * all_heads * F::lower_value_bytes,
+                            std::byte{0xff});
+        }
+        table.assign(lengths.size() * static_cast<std::size_t>(columns),
+                     with_holes ? -1 : number_of(pages - 1));
         key_values.resize(lengths.size());
         value_values.resize(lengths.size());
         std::size_t next = 0;
@@ -298,17 +306,31 @@ struct quantized_batch {
             value_values[b].assign(all_heads, std::vector<float>(static_cast<std::size_t>(n) * F::value_dim));
             for (int p = 0; p * F::page_tokens < n; ++p) {
                 const int page = order[next++];
-                table[b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(p)] = page;
+                table[b * static_cast<std::size_t>(columns) + static_cast<std::size_t>(p)] = number_of(page);
                 for (std::size_t h = 0; h < all_heads; ++h) {
                     const std::size_t block = static_cast<std::size_t>(page) * all_heads + h;
                     const kvq::block_id id{0, static_cast<int>(h)};
-                    code(key_scheme, id, r, F::key_shape(), &keys[block * F::key_block_bytes],
+                    std::byte *lower_keys = nullptr, *lower_values = nullptr;
+                    if constexpr (kvq::cuda::detail::has_lower<F>) {
+                        const std::size_t of = static_cast<std::size_t>(lower_of(page)) * all_heads + h;
+                        lower_keys = &lower[0][of * F::lower_key_bytes];
+                        lower_values = &lower[1][of * F::lower_value_bytes];
+                    }
+                    code(key_scheme, id, r, F::key_shape(), &keys[block * F::key_block_bytes], lower_keys,
                          key_values[b][h].data(), p * F::page_tokens, n, one_of(r, key_sizes), peak);
                     code(value_scheme, id, r, F::value_shape(), &values[block * F::value_block_bytes],
-                         value_values[b][h].data(), p * F::page_tokens, n, one_of(r, value_sizes));
+                         lower_values, value_values[b][h].data(), p * F::page_tokens, n,
+                         one_of(r, value_sizes));
                 }
             }
         }
+    }
+
+    /// Of a format with two planes: the page of lower planes that belongs to a page, and what tables say.
+    int lower_of(int page) const { return pages - 1 - page; }
+    int number_of(int page) const {
+        return kvq::cuda::detail::names_planes<F> ? kvq::cuda::detail::plane_number(page, lower_of(page))
+                                                  : page;
     }
 
 private:
@@ -335,6 +357,7 @@ private:
     struct block {
         std::vector<std::byte> bytes;
         std::vector<float> dequantized;
+        std::vector<std::byte> lower = {};
     };
     template <class S>
     static block random_block(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s,
@@ -345,6 +368,15 @@ private:
             made.dequantized[static_cast<std::size_t>(5 % s.tokens * s.dim + c)] += peak * direction(c);
         scheme.quantize(s, id, made.dequantized.data(), made.bytes.data());
         scheme.dequantize(s, id, made.bytes.data(), made.dequantized.data());
+        if constexpr (kvq::cuda::detail::has_lower<F>) {
+            // Any lower plane will do.
+            made.lower.resize(s.role == kvq::tensor::key ? F::lower_key_bytes : F::lower_value_bytes);
+            for (std::byte& b : made.lower) b = static_cast<std::byte>(r() & 0xffu);
+            for (int t = 0; t < s.tokens; ++t)
+                for (int c = 0; c < s.dim; ++c)
+                    made.dequantized[static_cast<std::size_t>(t * s.dim + c)] =
+                        kvq::cuda::detail::read_planes<S>(s, made.bytes.data(), made.lower.data(), t, c);
+        }
         return made;
     }
     /// Emulated, where the CPU would quantize for longer than kernels run, blocks are drawn from a few, but
@@ -367,9 +399,11 @@ private:
 
     template <class S>
     static void code(const S& scheme, kvq::block_id id, rng& r, const kvq::block_shape& s, std::byte* to,
-                     float* dequantized, int first, int n, float size, float peak = 0.0f) {
+                     [[maybe_unused]] std::byte* lower, float* dequantized, int first, int n, float size,
+                     float peak = 0.0f) {
         const block b = one_block(scheme, id, r, s, size, peak);
         std::copy(b.bytes.begin(), b.bytes.end(), to);
+        std::copy(b.lower.begin(), b.lower.end(), lower);
         const int used = std::min(s.tokens, n - first);
         std::copy(b.dequantized.begin(), b.dequantized.begin() + used * s.dim,
                   dequantized + static_cast<std::size_t>(first) * s.dim);
@@ -380,7 +414,7 @@ private:
 /// A quantized batch in device memory.
 template <class Format>
 struct device_batch {
-    device_buffer<std::byte> keys, values;
+    device_buffer<std::byte> keys, values, lower_keys, lower_values;
     device_buffer<int> table, lengths;
     device_buffer<std::uint16_t> plans;
     device_rotation<typename Format::keys> key_rotation;
@@ -390,6 +424,8 @@ struct device_batch {
     explicit device_batch(const quantized_batch<Format>& b)
         : keys(b.keys),
           values(b.values),
+          lower_keys(b.lower[0]),
+          lower_values(b.lower[1]),
           table(b.table),
           lengths(b.lengths),
           plans(b.plans),
@@ -400,6 +436,11 @@ struct device_batch {
         if (!b.plans.empty()) ref.key_plans = plans.get();
         ref.key_pages = keys.get();
         ref.value_pages = values.get();
+        if constexpr (kvq::cuda::detail::has_lower<Format>) {
+            const auto heads = static_cast<std::size_t>(b.kv_heads);
+            ref.lower = {{lower_keys.get(), lower_values.get(), heads * Format::lower_key_bytes,
+                          heads * Format::lower_value_bytes}};
+        }
         ref.key_page_bytes = kvq::cuda::cache_ref<Format>::dense_key_page(b.kv_heads);
         ref.value_page_bytes = kvq::cuda::cache_ref<Format>::dense_value_page(b.kv_heads);
         ref.block_table = table.get();

@@ -61,7 +61,7 @@ class kvq_cuda_attend_options(Struct):
                 ("window_sinks", c_int32), ("ancestors", c_void_p), ("lse", c_void_p), ("sink_logits", c_void_p),
                 ("alibi_slopes", c_void_p), ("listed_tokens", c_void_p), ("listed_window", c_void_p),
                 ("listed_count", c_int32), ("listed_window_count", c_int32), ("list_kv_heads", c_int32),
-                ("selected_tokens", c_int32)]
+                ("selected_tokens", c_int32), ("upper_only", c_int32)]
 
 
 class kvq_cuda_requantize_request(Struct):

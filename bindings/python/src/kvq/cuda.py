@@ -343,6 +343,7 @@ class Cache(Handle):
                  listed_tokens, listed_window: int32 [rows x new tokens][n] or [...][kv_heads][n], positions of the sequence in any order,
                  -1: none: queries attend to these tokens up to their own alone. Of attend alone, behind append.
                  selected_tokens: of Mods, up to the cache's listed_tokens: in steps of one token, over pages that no trim has cut
+                 upper_only: of Mods, but not in prompts: of pages with two planes (nested8+nested4) the upper one alone is read
 
         Returns out.
         """
@@ -756,7 +757,7 @@ def attend_options(scale: Optional[float] = None, softcap: Optional[float] = Non
                    lse: Optional[torch.Tensor] = None, sink_logits: Optional[torch.Tensor] = None,
                    alibi_slopes: Optional[torch.Tensor] = None, listed_tokens: Optional[torch.Tensor] = None,
                    listed_window: Optional[torch.Tensor] = None,
-                   selected_tokens: Optional[int] = None) -> _cuda_abi.kvq_cuda_attend_options:
+                   selected_tokens: Optional[int] = None, upper_only: bool = False) -> _cuda_abi.kvq_cuda_attend_options:
     """How to attend, as the library takes it."""
     for name, value in (("scale", scale), ("softcap", softcap), ("window", window), ("selected_tokens", selected_tokens)):
         if value is not None and not value > 0:
@@ -775,7 +776,7 @@ def attend_options(scale: Optional[float] = None, softcap: Optional[float] = Non
         listed_window=None if listed_window is None else listed_window.data_ptr(),
         listed_count=0 if listed_tokens is None else listed_tokens.shape[-1],
         listed_window_count=0 if listed_window is None else listed_window.shape[-1],
-        list_kv_heads=(*shapes.pop(), 1)[1] if shapes else 0, selected_tokens=selected_tokens or 0,
+        list_kv_heads=(*shapes.pop(), 1)[1] if shapes else 0, selected_tokens=selected_tokens or 0, upper_only=int(upper_only),
         scale=scale or 0.0, softcap=softcap or 0.0, window=window or 0, window_sinks=int(window_sinks),
         ancestors=None if ancestors is None else ancestors.data_ptr(), lse=None if lse is None else lse.data_ptr(),
         sink_logits=None if sink_logits is None else sink_logits.data_ptr(),

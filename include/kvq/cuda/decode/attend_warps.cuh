@@ -262,6 +262,12 @@ __device__ __forceinline__ void prefetch_page(const attention_args<Pair, T>& a,
     if (page < 0) return;
     prefetch_lines(a.cache.key_block(page, item.kv_head), static_cast<int>(Pair::key_block_bytes), lane);
     prefetch_lines(a.cache.value_block(page, item.kv_head), static_cast<int>(Pair::value_block_bytes), lane);
+    if constexpr (has_lower<Pair>) {
+        prefetch_lines(a.cache.template lower_block<tensor::key>(page, item.kv_head),
+                       static_cast<int>(Pair::lower_key_bytes), lane);
+        prefetch_lines(a.cache.template lower_block<tensor::value>(page, item.kv_head),
+                       static_cast<int>(Pair::lower_value_bytes), lane);
+    }
 }
 
 /// Sets `walk` to the team's share, and returns the team. Without `early` the share is found while the

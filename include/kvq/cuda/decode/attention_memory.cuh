@@ -22,6 +22,15 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail {
 
+/// Of a page and head, what a unit copies: both planes.
+template <tensor Role, class Pair>
+inline constexpr std::size_t unit_bytes_of = [] {
+    std::size_t bytes = Role == tensor::key ? Pair::key_block_bytes : Pair::value_block_bytes;
+    if constexpr (has_lower<Pair>)
+        bytes += Role == tensor::key ? Pair::lower_key_bytes : Pair::lower_value_bytes;
+    return bytes;
+}();
+
 /// Tokens a warp takes at a time: as many as give units of at most 9 KB, so that several fit into flight; two
 /// pages where pages are small. 16 query rows have no registers for the scores of more than 64 tokens, 8 rows
 /// only where units are small: 2 bits of 128 channels, and 3 without a plan.
@@ -31,7 +40,8 @@ constexpr int warp_tile_tokens() {
     int tokens = smaller(page, Rows4 == 4 ? 64 : 128);
     constexpr int least = smaller(32, page);  // a tile of keys
     constexpr int widest =
-        static_cast<int>(larger(Pair::key_block_bytes, Pair::value_block_bytes)) / page / Bands;
+        static_cast<int>(larger(unit_bytes_of<tensor::key, Pair>, unit_bytes_of<tensor::value, Pair>)) /
+        page / Bands;
     // Keys of mixed widths need shared memory for the query. Rows take more instructions than codes, which
     // begin when a unit has come.
     constexpr bool rows = token_row_scheme<typename Pair::keys> || token_row_scheme<typename Pair::values>;

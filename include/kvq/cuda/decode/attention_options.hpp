@@ -31,6 +31,8 @@ struct attention_options {
     /// that are always read (selected_pages of the CPU, select/best_pages.cuh). One query of a sequence, no
     /// window; no pages that are cut, and no moved keys. 0: all pages are read.
     int selected_tokens = 0;
+    /// Of caches: of pages with two planes (plane_pair) the upper one alone is read.
+    bool upper_only = false;
     float* lse = nullptr;             ///< [sequences * query_tokens][q_heads], natural log of the softmax sum
     const float* state_in = nullptr;  ///< softmax states to start from (see above)
     float* state_out = nullptr;       ///< softmax states to write; may be state_in

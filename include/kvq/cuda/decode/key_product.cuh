@@ -338,7 +338,12 @@ __device__ __forceinline__ void fold_rows(folded_row<WarpTile> (&to)[Rows4], std
                         dot = query_row.dot(codes, m) * (query_row.step[m] * line.step);
                     else
                         dot = (dots.x + dots.y) + (dots.z + dots.w);
-                    if constexpr (WarpTile::centred)
+                    if constexpr (WarpTile::code_zero != 0.0f)
+                        dot = fmaf(line.unit * WarpTile::code_unit,
+                                   fmaf(-middle * step, static_cast<float>(total),
+                                        (middle - WarpTile::code_zero) * sum),
+                                   dot);
+                    else if constexpr (WarpTile::centred)
                         dot = fmaf(middle * line.unit, fmaf(-step, static_cast<float>(total), sum), dot);
                     offset = over_row<split>(dot, add_floats{});
                     if constexpr (WarpTile::has_byte_params) offset += query_row.rest(line, m);
@@ -356,7 +361,7 @@ __device__ __forceinline__ void fold_rows(folded_row<WarpTile> (&to)[Rows4], std
 #pragma unroll
             for (int i = 0; i < (split ? 2 : 1); ++i) {
                 folded_row<WarpTile>& own = to[split ? 2 * m + i : m];
-                own.step[G] = to_owner<split>(step * line.unit, i, id);
+                own.step[G] = to_owner<split>(step * (line.unit * WarpTile::code_unit), i, id);
                 if constexpr (!WarpTile::full && traits::has_bias)
                     own.offset[G] = to_owner<split>(offset, i, id);
                 if constexpr (!WarpTile::full && !columns && traits::has_bias)

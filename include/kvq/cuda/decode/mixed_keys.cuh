@@ -17,6 +17,7 @@
 
 #include "../layout/block_access.cuh"
 #include "../layout/joined_warp_tile.cuh"
+#include "../layout/plane_warp_tile.cuh"
 #include "half_keys.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
@@ -200,6 +201,11 @@ struct choose_warp_tile {
         Role == tensor::key && codec<typename Pair::keys>.several_widths(), mixed_warp_tile<Pair, Tokens>,
         std::conditional_t<(Tokens > Pair::page_tokens), joined_warp_tile<Role, Pair, Bands>,
                            code_warp_tile<Role, Pair, Tokens, true, Bands>>>;
+};
+template <tensor Role, class Pair, int Tokens, int Bands>
+requires has_lower<Pair>
+struct choose_warp_tile<Role, Pair, Tokens, Bands> {
+    using type = plane_warp_tile<Role, Pair, Tokens, Bands>;
 };
 template <tensor Role, class Pair, int Tokens, int Bands>
 requires token_row_scheme<scheme_of<Role, Pair>>

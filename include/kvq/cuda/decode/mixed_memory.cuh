@@ -41,8 +41,10 @@ struct mixed_memory {
     template <class Pair>
     static constexpr int units = [] {
         using keys = typename of<Pair>::keys;
-        constexpr auto bytes = (Pair::key_block_bytes + Pair::value_block_bytes) *
-                               static_cast<std::size_t>(of<Pair>::step_tokens) / Pair::page_tokens;
+        constexpr auto bytes =
+            (unit_bytes_of<tensor::key, Pair> +
+             unit_bytes_of<tensor::value, Pair>)*static_cast<std::size_t>(of<Pair>::step_tokens) /
+            Pair::page_tokens;
         constexpr int least = Rows4 == 1 || keys::full                       ? 1
                               : keys::tokens >= 128 && keys::has_byte_params ? 24
                               : keys::mixed                                  ? 14

@@ -53,7 +53,12 @@ struct unit_ring {
             } else if constexpr (keys::skewed || values::skewed) {
                 skews &= ~(15u << 4 * slot);
             }
-            if constexpr (Role == tensor::key)
+            if constexpr (has_lower<Pair>)
+                std::conditional_t<Role == tensor::key, keys, values>::copy(
+                    to_warp_tile, block,
+                    a.cache.template lower_block<Role>(Memory::halves ? larger(page, 0) : page, head), first,
+                    lane, there ? 16 : 0, band);
+            else if constexpr (Role == tensor::key)
                 keys::copy(to_warp_tile, block, first, lane, there ? 16 : 0, key_head, band);
             else
                 values::copy(to_warp_tile, block, first, lane, there ? 16 : 0, {}, band);

@@ -498,9 +498,12 @@ __device__ __forceinline__ void add_values(warp_state<Values, Rows4>& state,
                             }
                             if constexpr (traits::zero_code != 0)
                                 whole -= unit * traits::zero_code * total[n];
-                            const float step = factors.step[S][n] * (line.unit * (1.0f / unit));
+                            const float step = factors.step[S][n] * (line.unit * (Values::code_unit / unit));
                             if constexpr (Values::has_byte_params) {
-                                output = fmaf(static_cast<float>(whole) * step, parameters.scale[r], output);
+                                float sum = static_cast<float>(whole);
+                                if constexpr (Values::code_zero != 0.0f)
+                                    sum = fmaf(-Values::code_zero, static_cast<float>(total[n]), sum);
+                                output = fmaf(sum * step, parameters.scale[r], output);
                                 output = fmaf(parameters.bias[r], slope[n], output);
                             } else if constexpr (channel_parameters) {
                                 output = fmaf(static_cast<float>(whole) * step, parameters.scale[r], output);

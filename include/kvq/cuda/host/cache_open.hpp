@@ -225,10 +225,22 @@ inline status cache::open_group(detail::layer_group& g) const {
     g.keys.resize(g.format.kinds.size());
     for (std::size_t i = 0; i < g.keys.size(); ++i)
         std::copy_n(g.format.kinds[i].fingerprints, 2, g.keys[i].fingerprints);
+    const auto open_pages = [&](std::size_t i, const detail::device_pages* upper) {
+        const device_format::kind& k = g.format.kinds[i];
+        const std::size_t of_keys = upper != nullptr ? k.lower_blocks[0] : k.key_block,
+                          of_values = upper != nullptr ? k.lower_blocks[1] : k.value_block;
+        const bool planes = std::ranges::any_of(g.format.kinds, [&](const device_format::kind& other) {
+            return other.upper == static_cast<int>(i);
+        });
+        g.quantized[i].open(g.is_in_host_memory(i) ? detail::pinned_allocator() : o.memory, k.name,
+                            static_cast<int>(i) + 1, o.page_tokens, g.shape.layers, of_keys * heads,
+                            of_values * heads, planes, upper);
+    };
     for (std::size_t i = 0; i < g.quantized.size(); ++i)
-        g.quantized[i].open(g.is_in_host_memory(i) ? detail::pinned_allocator() : o.memory,
-                            g.format.kinds[i].name, static_cast<int>(i) + 1, o.page_tokens, g.shape.layers,
-                            g.format.kinds[i].key_block * heads, g.format.kinds[i].value_block * heads);
+        if (g.format.kinds[i].upper < 0) open_pages(i, nullptr);
+    for (std::size_t i = 0; i < g.quantized.size(); ++i)
+        if (const int upper = g.format.kinds[i].upper; upper >= 0)
+            open_pages(i, &g.quantized[static_cast<std::size_t>(upper)]);
     g.window.open(o.memory, "the window", 0, o.page_tokens, g.shape.layers, g.format.window_block[0] * heads,
                   g.format.window_block[1] * heads);
     g.sinks.open(o.memory, "sinks", 0, detail::device_geometry::sink_page_tokens, g.shape.layers,
@@ -331,7 +343,9 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     if (s) s = tickets_.allocate(options.memory, sizeof(unsigned) * lines, "selected pages", stream);
     for (detail::layer_group& g : groups_) {
         g.words = words_.as<int>() + g.first_word;
-        if (s) s = g.quantized[static_cast<std::size_t>(g.target)].grow(pool_pages(g), stream);
+        const int upper = g.format.kinds[static_cast<std::size_t>(g.target)].upper;
+        for (const int f : {upper, g.target})
+            if (s && f >= 0) s = g.quantized[static_cast<std::size_t>(f)].grow(pool_pages(g), stream);
         if (s) s = g.window.grow(options.pool_sequences * g.geometry.ring, stream);
         if (s) s = g.sinks.grow(options.pool_sequences * g.geometry.sink_pages(options.sinks), stream);
     }
@@ -508,7 +522,7 @@ inline usage_report cache::usage() const {
     for (const detail::layer_group& g : groups_) {
         for (const detail::device_pages& p : g.quantized) {
             u.quantized += p.used_bytes();
-            u.pages += static_cast<std::size_t>(p.pages().used());
+            if (p.upper() == nullptr) u.pages += static_cast<std::size_t>(p.pages().used());
         }
         for (const detail::device_keys& k : g.keys) u.bookkeeping += k.bytes();
         u.bookkeeping += g.runs.bytes() + g.plans.pages.allocated();

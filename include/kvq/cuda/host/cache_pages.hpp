@@ -242,14 +242,16 @@ inline requantize_report cache::report_of(std::span<const sequence_id> ids, cons
         const detail::layer_group& g = groups_[i];
         for (const format_change& c : changes[i]) {
             ++r.pages;
-            r.bytes_after += g.quantized[static_cast<std::size_t>(c.format)].page_bytes();
+            const bool drops = g.drops_lower(c.from->format - 1, c.format);
+            const std::size_t bytes = g.quantized[static_cast<std::size_t>(c.format)].page_bytes();
+            if (!drops) r.bytes_after += bytes;
             std::size_t holders = 1;  // the change itself
             for (const common::held_span& at : c.spans) {
                 const sequence_id id = ids[static_cast<std::size_t>(at.table)];
                 holders +=
                     !entry_of(id).pages[i].table.keeps_page(at.span, 0, g.geometry, g.geometry.rollback);
             }
-            if (c.from.references() == holders) r.bytes_freed += c.from->bytes;
+            if (c.from.references() == holders) r.bytes_freed += c.from->bytes - (drops ? bytes : 0);
         }
     }
     // Old pages are held until all new ones are there.
@@ -288,7 +290,9 @@ inline status cache::requantize_pages(std::span<const sequence_id> ids, format_c
     bool any = false;
     for (std::size_t i = 0; i < changes.size(); ++i) {
         std::vector<int> fresh(groups_[i].quantized.size(), 0);
-        for (const format_change& c : changes[i]) ++fresh[static_cast<std::size_t>(c.format)];
+        for (const format_change& c : changes[i])
+            if (!groups_[i].drops_lower(c.from->format - 1, c.format))
+                ++fresh[static_cast<std::size_t>(c.format)];
         any = any || !changes[i].empty();
         if (status s = groups_[i].ensure_free(fresh, 0, 0, stream); !s) return s;
     }
@@ -312,12 +316,19 @@ inline status cache::requantize_pages(std::span<const sequence_id> ids, format_c
         std::stable_sort(list.begin(), list.end(), [&](const format_change& a, const format_change& b) {
             return formats(a) < formats(b);
         });
-        for (format_change& c : list) c.to = g.quantized[static_cast<std::size_t>(c.format)].pages().take();
+        // A page of two planes has the upper one as a page of its own: no byte is read or written.
+        for (format_change& c : list) {
+            const int from = c.from->format - 1;
+            c.to = g.drops_lower(from, c.format)
+                       ? g.quantized[static_cast<std::size_t>(from)].pages().upper(*c.from)
+                       : g.quantized[static_cast<std::size_t>(c.format)].pages().take();
+        }
         std::vector<detail::page_pair> pages;
         for (std::size_t first = 0, end; first < list.size(); first = end) {
             pages.clear();
             for (end = first; end < list.size() && formats(list[end]) == formats(list[first]); ++end)
                 pages.push_back({list[end].from->number, list[end].to->number});
+            if (g.drops_lower(list[first].from->format - 1, list[first].format)) continue;
             if (status s = convert_pages(g, list[first].from->format - 1, list[first].format, pages,
                                          list[first].plan, stream);
                 !s)
@@ -503,6 +514,7 @@ struct cache::rehearsal final : page_owner {
         for (std::size_t i = 0; i < changes.size(); ++i) {
             const detail::layer_group& g = of.groups_[i];
             for (format_change& c : changes[i]) {
+                // Where a lower plane goes, the old page takes the bytes of both along.
                 c.to = make(c.format + 1, g.quantized[static_cast<std::size_t>(c.format)].page_bytes());
                 in_use += c.to->bytes;
                 for (const common::held_span& at : c.spans)

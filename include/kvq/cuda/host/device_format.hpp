@@ -59,6 +59,7 @@ struct layer_view {
         int plan_words = 0;                        // from one plan to the next
         const float* key_feedback = nullptr;
         const float *columns[2] = {}, *rows[2] = {};  // of the layer's rotations of K and V, or null
+        layer_memory lower = {};                      // planes, of a format with two
     };
     part quantized[most_formats];
     resident_memory resident;
@@ -105,7 +106,8 @@ using output_rows = common::row_view<void>;
 
 /// Blocks of one tensor in a format, as pages in host memory have them.
 struct host_blocks {
-    std::size_t (*bytes)(const block_shape&);
+    std::size_t (*bytes)(const block_shape&);        ///< of both planes, where there are two
+    std::size_t (*lower_bytes)(const block_shape&);  ///< of the lower one; null: there is none
     /// x^, [tokens][dim]; null where the scheme needs state for it.
     void (*dequantize)(const block_shape&, block_id, const std::byte* block, float* values);
     bool has_fingerprint;  ///< as format_record says it of the CPU's format
@@ -221,6 +223,10 @@ struct device_format {
         /// Why such pages are not ranked (select/best_pages.cuh); null: they are.
         const char* no_estimate = nullptr;
         detail::host_blocks blocks[2] = {};  ///< K, V
+        /// Of a format with two planes: the format of the upper ones, in whose pages they lie, and bytes of a
+        /// block's lower plane, K and V. -1: it has one.
+        int upper = -1;
+        std::size_t lower_blocks[2] = {};
     };
     int head_dim = 0, value_dim = 0, page_tokens = 0;
     float_type type = float_type::fp16;  ///< of the window, and of k, v, q and out
@@ -241,6 +247,13 @@ struct device_format {
                 std::ranges::find(kinds[i].value_names, values) != kinds[i].value_names.end())
                 return static_cast<int>(i);
         return -1;
+    }
+    /// Pages of a pool that pages of these numbers take, those whose upper planes they are included.
+    int taken(std::span<const int> pages, std::size_t kind) const noexcept {
+        int sum = pages[kind];
+        for (std::size_t i = 0; i < kinds.size(); ++i)
+            if (kinds[i].upper == static_cast<int>(kind)) sum += pages[i];
+        return sum;
     }
     /// The tensors of which pages of both formats have the same scheme.
     kept_tensors same_schemes(int a, int b) const noexcept {

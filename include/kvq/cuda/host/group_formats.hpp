@@ -44,8 +44,13 @@ struct group_formats {
     bool shrinks(int from, int to) const noexcept {
         const device_format::kind &a = format.kinds[static_cast<std::size_t>(from)],
                                   &b = format.kinds[static_cast<std::size_t>(to)];
-        return b.key_block <= a.key_block && b.value_block <= a.value_block &&
-               b.key_block + b.value_block < a.key_block + a.value_block;
+        const std::size_t of_a[] = {a.key_block + a.lower_blocks[0], a.value_block + a.lower_blocks[1]},
+                          of_b[] = {b.key_block + b.lower_blocks[0], b.value_block + b.lower_blocks[1]};
+        return of_b[0] <= of_a[0] && of_b[1] <= of_a[1] && of_b[0] + of_b[1] < of_a[0] + of_a[1];
+    }
+    /// Has format `from` two planes, of which pages of format `to` are the upper one?
+    bool drops_lower(int from, int to) const noexcept {
+        return from >= 0 && format.kinds[static_cast<std::size_t>(from)].upper == to;
     }
     /// The tensors that stay as they are when a page goes from one format to another.
     kept_tensors kept(int from, int to) const noexcept {

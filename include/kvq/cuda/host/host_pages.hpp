@@ -70,6 +70,10 @@ struct held_format : format_record {
         table.values = role == tensor::value;
         table.check = [](const void*, const cache_shape&, tensor) {};
         table.block_bytes = [](const void* self, const block_shape& s) { return of(self).blocks.bytes(s); };
+        if (b.lower_bytes != nullptr)
+            table.lower_bytes = [](const void* self, const block_shape& s) {
+                return of(self).blocks.lower_bytes(s);
+            };
         table.code_bytes = [](const void*, const block_shape&) { return std::size_t{0}; };
         table.dequantize = [](const void* self, const block_shape& s, block_id id, const std::byte* block,
                               float_type type, void* out, std::ptrdiff_t stride, float* scratch) {

@@ -338,7 +338,7 @@ struct layer_group : group_formats {
     status ensure_free(std::span<const int> of_formats, int in_window, int of_sinks, cudaStream_t stream) {
         status result;
         for (std::size_t f = 0; f < of_formats.size() && result; ++f)
-            result = quantized[f].ensure(of_formats[f], options->growing, stream);
+            result = quantized[f].ensure(format.taken(of_formats, f), options->growing, stream);
         if (result) result = window.ensure(in_window, options->growing, stream);
         if (result) result = sinks.ensure(of_sinks, options->growing, stream);
         return result;
@@ -381,7 +381,8 @@ struct layer_group : group_formats {
                                                                   static_cast<std::size_t>(shape.layers) *
                                                                   static_cast<std::size_t>(member);
             };
-            v.quantized[f] = {memory(quantized[static_cast<std::size_t>(f)]),
+            const device_pages& pool = quantized[static_cast<std::size_t>(f)];
+            v.quantized[f] = {memory(pool.upper() != nullptr ? *pool.upper() : pool),
                               words + table_at(f, false, 0),
                               words + table_at(f, true, 0),
                               words + first_at(f, 0),
@@ -390,6 +391,7 @@ struct layer_group : group_formats {
                               nullptr,
                               0,
                               of_layer(of.feedback, static_cast<const float*>(nullptr))};
+            if (pool.upper() != nullptr) v.quantized[f].lower = memory(pool);
             if (plans.takes(f)) {
                 v.quantized[f].key_plans = plans.of(member, 0, f);
                 v.quantized[f].plan_numbers = words + plan_at(0);

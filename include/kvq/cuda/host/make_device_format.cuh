@@ -12,7 +12,6 @@
 // Contract: an entry costs a program the kernels of a mix of its formats (docs/guide/gpu.md).
 #pragma once
 
-#include "../../format/format_names.hpp"
 #include "../decode/attend_lists.cuh"
 #include "../decode/attend_new_tokens.cuh"
 #include "../decode/moved_keys.cuh"
@@ -27,75 +26,12 @@
 #include "../store/keep_tokens.cuh"
 #include "../store/state_snapshots.cuh"
 #include "../store/store_new_tokens.cuh"
+#include "block_names.cuh"
 #include "make_key_plans.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
-
-/// The name of a scheme: format::name() of the CPU's format.
-template <class S>
-std::string scheme_name() {
-    if constexpr (std::is_default_constructible_v<S>)
-        return std::string(S{}.name());
-    else
-        return "rotated-" + scheme_name<typename inner_of<S>::type>();
-}
-/// Its fingerprint, as far as the type says it; of a rotation: rotated_fingerprint().
-template <class S>
-std::uint64_t scheme_fingerprint() {
-    if constexpr ((has_transform<S> || token_row_scheme<S>)&&std::is_default_constructible_v<S>)
-        return S{}.fingerprint();
-    else
-        return 0;
-}
-
-/// The name of the blocks of a tensor: format::name() of the CPU's format. Those of latents are keys.
-template <tensor Role, class Pair>
-std::string block_name() {
-    if constexpr (is_latent_pair<Pair>) {
-        std::string name = scheme_name<typename Pair::keys>();
-        if (Pair::second_channels > 0)
-            name += std::string("-") + common::last_channels_name_of(scheme_name<typename Pair::last>()) +
-                    "x" + std::to_string(Pair::second_channels);
-        return name;
-    } else {
-        return scheme_name<scheme_of<Role, Pair>>();
-    }
-}
-/// Names by which find_format gives this format; its own name if there is none.
-template <tensor Role, class Pair>
-std::vector<std::string> names_of_blocks() {
-    const std::string own = block_name<Role, Pair>();
-    std::vector<std::string> names = common::built_in_names(own, is_latent_pair<Pair> ? tensor::key : Role);
-    if (names.empty()) names.push_back(own);
-    return names;
-}
-
-template <tensor Role, class Pair>
-host_blocks host_blocks_of() {
-    using S = scheme_of<Role, Pair>;
-    host_blocks b{};
-    b.has_fingerprint = requires(const S& s) {
-        { s.fingerprint() } -> std::convertible_to<std::uint64_t>;
-    };
-    if constexpr (is_latent_pair<Pair>) {
-        b.bytes = [](const block_shape& s) {
-            constexpr int second = Pair::second_channels;
-            if (s.dim <= second) return std::size_t{0};  // of a layer without such blocks
-            std::size_t bytes = block_bytes_of<S>({s.role, s.tokens, s.dim - second});
-            if (second > 0) bytes += block_bytes_of<typename Pair::last>({s.role, s.tokens, second});
-            return bytes;
-        };
-    } else {
-        b.bytes = [](const block_shape& s) { return block_bytes_of<S>(s); };
-        if constexpr (std::is_default_constructible_v<S>)
-            b.dequantize = [](const block_shape& s, block_id id, const std::byte* block, float* values) {
-                S{}.dequantize(s, id, block, values);
-            };
-    }
-    return b;
-}
 
 /// 16-bit pages beside those of Pair.
 template <class T, class Pair, int PageTokens>
@@ -106,6 +42,26 @@ template <class T, class Pair, int PageTokens>
 requires is_latent_pair<Pair>
 struct window_of<T, Pair, PageTokens> {
     using type = latent_pair<full<T>, Pair::head_dim, 0, Pair::value_dim, PageTokens>;
+};
+
+/// The format in whose pages the upper planes of Pair lie: its number among Pairs, -1: Pair has one plane.
+template <class Pair, class... Pairs>
+constexpr int upper_format() {
+    int found = -1;
+    if constexpr (has_lower<Pair>) {
+        int i = 0;
+        ((std::is_same_v<Pairs, typename Pair::upper> ? void(found = i) : void(), ++i), ...);
+    }
+    return found;
+}
+/// Read by its upper plane, where it has two.
+template <class Pair>
+struct upper_plane_of {
+    using type = Pair;
+};
+template <class Upper>
+struct upper_plane_of<plane_pair<Upper>> {
+    using type = upper_plane_pair<Upper>;
 };
 
 template <class Score, class T, class... Pairs>
@@ -127,6 +83,11 @@ struct device_table {
     static_assert(!latent || !(codec<typename Pairs::keys>.several_widths() || ...),
                   "kvq::cuda::make_device_format: keys of several widths need a plan, which latents have on "
                   "the CPU only");
+    static constexpr bool planes = (has_lower<Pairs> || ...);
+    static_assert(
+        ((!has_lower<Pairs> || upper_format<Pairs, Pairs...>() >= 0) && ...),
+        "kvq::cuda::make_device_format: plane_pair<P> comes with P, in whose pages its upper planes "
+        "lie");
     static_assert(!full_precision<typename first::keys>,
                   "kvq::cuda::make_device_format: the window is 16 bit already; formats are quantized ones");
     using window_pair = typename window_of<T, first, page_tokens>::type;
@@ -163,6 +124,7 @@ struct device_table {
         c.plan_words = p.plan_words;
         c.key_feedback = p.key_feedback;
         c.head_tables = l.head_tables;
+        if constexpr (has_lower<Pair>) static_cast<layer_memory&>(c.lower) = p.lower;
         for (const tensor role : {tensor::key, tensor::value})
             c.set_transform(role, l.layer, p.columns[static_cast<int>(role)], p.rows[static_cast<int>(role)]);
         return c;
@@ -194,6 +156,8 @@ struct device_table {
             return "an index has no values to attend to";
         else if constexpr (!std::is_same_v<Score, unmodified>)
             return "these kernels have a score modifier";
+        else if constexpr (planes)
+            return "pages have two planes";
         else
             return no_lists<Pairs...>;
     }();
@@ -251,6 +215,8 @@ struct device_table {
             return with_pair(from, [&]<class From>(std::type_identity<From>) -> status {
                 if constexpr (std::is_same_v<From, To>)
                     return bad_value("pages have format %d already", from);
+                else if constexpr (has_lower<To> && pair_turns<From>)
+                    return bad_value("pages behind a transform do not get a lower plane on a device");
                 else
                     return requantize_pages(quantized<From>(l, from, nullptr), target, from_pages, to_pages,
                                             count, nullptr, stream, kept);
@@ -272,9 +238,18 @@ struct device_table {
         else if constexpr (latent)
             return attend_latents<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace,
                                      bytes, stream);
+        else if (planes && options.upper_only)
+            return of_upper<>::attend(l, q, out, both(options), workspace, bytes, stream, score);
         else
             return cuda::attend<T>(mix(l, numbers{}), q.as<const T>(), out.as<T>(), options, workspace, bytes,
                                    stream, *static_cast<const Score*>(score));
+    }
+    /// The functions that read upper planes alone.
+    template <class S = Score>
+    using of_upper = device_table<S, T, typename upper_plane_of<Pairs>::type...>;
+    static attention_options both(attention_options o) noexcept {
+        o.upper_only = false;
+        return o;
     }
     static status store_and_attend(const layer_view& l, const input_rows& k, const input_rows& v,
                                    int new_tokens, const input_rows& q, const output_rows& out,
@@ -283,6 +258,9 @@ struct device_table {
         if constexpr (latent || index) {
             if (status s = store_new(l, k, v, new_tokens, stream); !s) return s;
             return attend(l, q, out, options, workspace, bytes, stream, score);
+        } else if (planes && options.upper_only) {
+            return of_upper<>::store_and_attend(l, k, v, new_tokens, q, out, both(options), workspace, bytes,
+                                                stream, score);
         } else {
             return cuda::attend(mix(l, numbers{}),
                                 new_token_rows<T>{k.as<const T>(), v.as<const T>(), new_tokens},
@@ -402,6 +380,8 @@ struct device_table {
             return "layers with latent attention read all of them";
         else if constexpr (has_score<Score> || exchanges<Score>)
             return "these kernels have a score modifier that needs positions";
+        else if constexpr (planes)
+            return "pages have two planes";
         else if constexpr (!(warps_can<read_pair<Pairs>> && ...))
             return "these formats have one launch each";
         else
@@ -457,6 +437,9 @@ struct device_table {
             return 0;
         else if constexpr (latent)
             return latent_workspace_bytes<mix_type, T>(sequences, q_heads, query_tokens);
+        else if constexpr (planes)
+            return kvq::detail::larger(attend_workspace_bytes<mix_type, T, Score>(q_heads, query_tokens),
+                                       of_upper<>::workspace_bytes(sequences, q_heads, query_tokens));
         else
             return attend_workspace_bytes<mix_type, T, Score>(q_heads, query_tokens);
     }
@@ -550,7 +533,13 @@ device_format make_scored_format() {
             table::plans::template widths<Pair>,
             detail::parameters_of<Pair>(),
             detail::no_estimate<Pair>,
-            {detail::host_blocks_of<tensor::key, Pair>(), detail::host_blocks_of<tensor::value, Pair>()}};
+            {detail::host_blocks_of<tensor::key, Pair>(), detail::host_blocks_of<tensor::value, Pair>()},
+            detail::upper_format<Pair, Pairs...>(),
+            {}};
+        if constexpr (detail::has_lower<Pair>) {
+            k.lower_blocks[0] = Pair::lower_key_bytes;
+            k.lower_blocks[1] = Pair::lower_value_bytes;
+        }
         k.name = k.key_names[0] + "/" + k.value_names[0];
         for (const std::string& name : k.key_names)
             if (std::ranges::find(k.value_names, name) != k.value_names.end()) {

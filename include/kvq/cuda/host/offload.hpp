@@ -257,8 +257,13 @@ struct cache_access {
             resource_vector<page_span>& spans = made.back().spans;
             spans.reserve(common::table_capacity(static_cast<std::size_t>(table.size() + table.freed)));
             const auto get = [&](page& p, const device_pages& pool, tensor role, int number) {
+                const bool planes = pool.upper() != nullptr;
+                const pool_memory& from = pool.memory_of_upper();
                 if (result)
-                    result = copy(p.data(), pool.memory().page(role, member, number),
+                    result = copy(p.data(), from.page(role, member, planes ? upper_of(number) : number),
+                                  from.page_bytes(role), cudaMemcpyDeviceToHost, stream);
+                if (result && planes)
+                    result = copy(p.lower, pool.memory().page(role, member, lower_of(number)),
                                   pool.memory().page_bytes(role), cudaMemcpyDeviceToHost, stream);
             };
             // The first `tokens` tokens of 16-bit pages of the device, in a page as the CPU's cache makes it.
@@ -304,8 +309,10 @@ struct cache_access {
                     } else {
                         const int f = own->format - 1;
                         const device_pages& pool = gpu.quantized[static_cast<std::size_t>(f)];
-                        span.pages[at] =
-                            cpu.pool().allocate(pool.memory().page_bytes(role), formats[at][f], own->tokens);
+                        const std::size_t lower =
+                            pool.upper() != nullptr ? pool.memory().page_bytes(role) : 0;
+                        span.pages[at] = cpu.pool().allocate(pool.memory_of_upper().page_bytes(role) + lower,
+                                                             formats[at][f], own->tokens, lower);
                         get(*span.pages[at], pool, role, own->number);
                         if (role == tensor::key) span.pages[at]->plan = plans.of(member, f);
                         if (copied != nullptr)
@@ -513,8 +520,13 @@ struct cache_access {
         for (const tensor role : of.tensors()) {
             const auto at = static_cast<std::size_t>(role);
             const auto put = [&](const page& p, const device_pages& pool, const page& to) {
+                const bool planes = pool.upper() != nullptr;
+                const pool_memory& memory = pool.memory_of_upper();
                 if (result)
-                    result = copy(pool.memory().page(role, member, to.number), p.data(),
+                    result = copy(memory.page(role, member, planes ? upper_of(to.number) : to.number),
+                                  p.data(), memory.page_bytes(role), cudaMemcpyHostToDevice, stream);
+                if (result && planes)
+                    result = copy(pool.memory().page(role, member, lower_of(to.number)), p.lower,
                                   pool.memory().page_bytes(role), cudaMemcpyHostToDevice, stream);
             };
             // 16-bit tokens [from_at, from_at + count) of a page, in the room of the device's.

@@ -8,6 +8,7 @@
 // was.
 #pragma once
 
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -110,26 +111,37 @@ private:
 /// All pages of one format.
 class device_pages {
 public:
-    /// format: page::format of these pages.
+    /// format: page::format of these pages. upper: of a format with two planes the pages of the upper ones;
+    /// these are the lower ones, and a page is one of each. planes: these are upper ones.
     void open(const device_allocator& from, std::string name, int format, int page_tokens, int layers,
-              std::size_t key_page_bytes, std::size_t value_page_bytes) {
+              std::size_t key_page_bytes, std::size_t value_page_bytes, bool planes = false,
+              const device_pages* upper = nullptr) {
         from_ = from;
         name_ = std::move(name);
         layers_ = layers;
+        upper_ = upper;
+        if (planes || upper != nullptr) most_ = most_plane_pages;
         memory_ = {nullptr, key_page_bytes, value_page_bytes, 0};
-        pages_ = std::make_unique<free_pages>(format, page_tokens, page_bytes());
+        pages_ = std::make_unique<free_pages>(format, page_tokens, page_bytes(),
+                                              upper == nullptr ? nullptr : &upper->pages());
+    }
+    const device_pages* upper() const noexcept { return upper_; }
+    /// Memory that a page's number names, and where in it.
+    const pool_memory& memory_of_upper() const noexcept {
+        return (upper_ != nullptr ? upper_ : this)->memory_;
     }
     free_pages& pages() const noexcept { return *pages_; }
     const pool_memory& memory() const noexcept { return memory_; }
     const std::string& name() const noexcept { return name_; }
-    /// Bytes of a page in all layers, K and V.
+    /// Bytes of a page in all layers, K and V; of two planes, and of those that are in this memory.
     std::size_t page_bytes() const noexcept {
+        return own_bytes() + (upper_ != nullptr ? upper_->page_bytes() : 0);
+    }
+    std::size_t own_bytes() const noexcept {
         return static_cast<std::size_t>(layers_) * (memory_.key_page_bytes + memory_.value_page_bytes);
     }
     std::size_t allocated() const noexcept { return held_.bytes(); }
-    std::size_t used_bytes() const noexcept {
-        return static_cast<std::size_t>(pages_->used()) * page_bytes();
-    }
+    std::size_t used_bytes() const noexcept { return static_cast<std::size_t>(pages_->used()) * own_bytes(); }
     /// Changes when pages have moved.
     unsigned generation() const noexcept { return generation_; }
 
@@ -144,13 +156,17 @@ public:
             s.code = cudaErrorMemoryAllocation;
             return s;
         }
-        status s = grow(common::larger(wanted, pages_->size() + pages_->size() / 2), stream);
+        status s =
+            grow(common::larger(wanted, common::smaller(most_, pages_->size() + pages_->size() / 2)), stream);
         if (!s && s.code == cudaErrorMemoryAllocation) s = grow(wanted, stream);
         return s;
     }
     /// To so many pages.
     status grow(int pages, cudaStream_t stream) {
         if (pages <= pages_->size()) return {};
+        if (pages > most_)
+            return bad_value("%d pages of %s, which has two planes: there can be %d", pages, name_.c_str(),
+                             most_);
         pool_memory next = memory_;
         next.pages = pages;
         device_memory bigger;
@@ -183,6 +199,8 @@ private:
     device_allocator from_;
     std::string name_;
     int layers_ = 0;
+    int most_ = (std::numeric_limits<int>::max)();  // pages that tables can name
+    const device_pages* upper_ = nullptr;
     std::unique_ptr<free_pages> pages_ = std::make_unique<free_pages>(0, 0, 0);  // pages know where it is
     pool_memory memory_;
     device_memory held_;

@@ -53,6 +53,42 @@ KVQ_HD float read_value(const block_shape& s, const std::byte* block, int token,
     }
 }
 
+/// What the codes of one number of a block mean: x^ = (scale * code + bias) * token scale.
+struct code_meaning_of_number {
+    float scale, bias, token_scale;
+
+    KVQ_HD float step() const noexcept { return kvq::detail::rounded_product(scale, token_scale); }
+    KVQ_HD float value(float code) const noexcept {
+        return kvq::detail::rounded_product(kvq::detail::rounded_product(scale, code) + bias, token_scale);
+    }
+};
+template <class S>
+KVQ_HD code_meaning_of_number meaning_of_number(const block_shape& s, const std::byte* block, int token,
+                                                int channel) noexcept {
+    constexpr typename S::layout_type at{};
+    const std::byte* const stored = block + at.scale_offset(s);
+    const int groups = at.groups(s), slot_count = at.slot_count(s);
+    constexpr bool by_token = codec<S>.per_token;
+    const int line = by_token ? token : channel, group = (by_token ? channel : token) / at.cut(s).group;
+    code_meaning_of_number m{S::parameters::scale(stored, groups, slot_count, group, line),
+                             S::parameters::bias(stored, groups, slot_count, group, line), 1.0f};
+    if constexpr (S::token_scale_type::present)
+        m.token_scale =
+            S::token_scale_type::token_scale(block + at.token_scale_offset(s), at.cut(s).slot(token));
+    return m;
+}
+/// x^ of both planes (cpu/product/plane_codes.hpp).
+template <class S>
+KVQ_HD float read_planes(const block_shape& s, const std::byte* upper, const std::byte* lower, int token,
+                         int channel) noexcept {
+    const auto codes = typename S::layout_type{}.codes(s);
+    const bool key = s.role == tensor::key;
+    const int row = key ? token : channel, col = key ? channel : token;
+    const unsigned both = unpack_code(codes, upper, row, col) << 4 | unpack_code(codes, lower, row, col);
+    return meaning_of_number<S>(s, upper, token, channel)
+        .value((static_cast<float>(static_cast<int>(both)) - 7.5f) * 0.0625f);
+}
+
 /// Quads of every width of a head with this plan (cache_ref::key_plan).
 template <class S, int Dim>
 KVQ_HD typename S::width_quads quads_of(const std::uint16_t* plan) noexcept {
@@ -75,7 +111,9 @@ KVQ_HD float read_value(const cache_ref<Pair>& cache, int page, int head, int to
     using S = scheme_of<Role, Pair>;
     constexpr block_shape shape = shape_of<Role, Pair>;
     const std::byte* const block = cache.template block<Role>(page, head);
-    if constexpr (divides_blocks<Pair>) {
+    if constexpr (has_lower<Pair>) {
+        return read_planes<S>(shape, block, cache.template lower_block<Role>(page, head), token, channel);
+    } else if constexpr (divides_blocks<Pair>) {
         return Pair::number(block, token, channel);
     } else if constexpr (read_by_numbers<S>) {
         return own_scheme<Role>(cache).device_value(shape, block, token, channel);

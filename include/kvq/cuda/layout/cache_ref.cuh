@@ -17,6 +17,7 @@
 #include "../arch/architecture.cuh"
 #include "device_codec.cuh"
 #include "launch.cuh"
+#include "plane_pair.cuh"
 #include "window_columns.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -120,8 +121,18 @@ struct kernel_scheme<Role, Pair, Encoder> {
 
 /// The pair whose kernels read the blocks of Pair.
 template <class Pair>
-using read_pair = typename pair_like<Pair, typename kernel_scheme<tensor::key, Pair, void>::type,
-                                     typename kernel_scheme<tensor::value, Pair, void>::type>::type;
+struct read_pair_of : pair_like<Pair, typename kernel_scheme<tensor::key, Pair, void>::type,
+                                typename kernel_scheme<tensor::value, Pair, void>::type> {};
+template <class Upper>
+struct read_pair_of<plane_pair<Upper>> {
+    using type = plane_pair<typename read_pair_of<Upper>::type>;
+};
+template <class Upper>
+struct read_pair_of<upper_plane_pair<Upper>> {
+    using type = upper_plane_pair<typename read_pair_of<Upper>::type>;
+};
+template <class Pair>
+using read_pair = typename read_pair_of<Pair>::type;
 /// Have pages of values? Those of latents are the first channels of keys (latent_pair.cuh).
 template <class Pair>
 inline constexpr bool has_values = Pair::value_block_bytes > 0;
@@ -138,10 +149,18 @@ inline constexpr bool quantizes = quantizes_to<typename To::keys, tensor::key> &
 
 /// The pair whose kernels quantize to the blocks of Pair.
 template <class Pair>
-using quantized_pair = typename pair_like<
-    Pair, typename kernel_scheme<tensor::key, Pair, typename encoder_of<typename Pair::keys>::type>::type,
-    typename kernel_scheme<tensor::value, Pair,
-                           typename encoder_of<typename Pair::values>::type>::type>::type;
+struct quantized_pair_of
+    : pair_like<
+          Pair,
+          typename kernel_scheme<tensor::key, Pair, typename encoder_of<typename Pair::keys>::type>::type,
+          typename kernel_scheme<tensor::value, Pair,
+                                 typename encoder_of<typename Pair::values>::type>::type> {};
+template <class Upper>
+struct quantized_pair_of<plane_pair<Upper>> {
+    using type = plane_pair<typename quantized_pair_of<Upper>::type>;
+};
+template <class Pair>
+using quantized_pair = typename quantized_pair_of<Pair>::type;
 
 /// What kernels need of a scheme beside its type: the transform in front of it; of others of the library
 /// nothing.
@@ -237,6 +256,8 @@ struct cache_ref {
     /// Has every kv head a row of the block table, [sequences][kv_heads][table_columns]? For attention over a
     /// mixed cache alone (select/best_pages.cuh).
     bool head_tables = false;
+    /// Of a format with two planes.
+    detail::lower_pages<Pair> lower = {};
 
     /// Of a format with transforms: the layer whose signs or rotations they are. Of rotations:
     /// rotation::columns() and rows() of the layer in device memory, [kv_heads][dim][dim] each.
@@ -274,11 +295,11 @@ struct cache_ref {
         return one;
     }
     KVQ_HD std::byte* key_block(int page, int head) const noexcept {
-        return key_pages + static_cast<std::size_t>(page) * key_page_bytes +
+        return key_pages + upper_number(page) * key_page_bytes +
                static_cast<std::size_t>(head) * Pair::key_block_bytes;
     }
     KVQ_HD std::byte* value_block(int page, int head) const noexcept {
-        return value_pages + static_cast<std::size_t>(page) * value_page_bytes +
+        return value_pages + upper_number(page) * value_page_bytes +
                static_cast<std::size_t>(head) * Pair::value_block_bytes;
     }
     /// The block of `Role` of one page and head.
@@ -288,6 +309,19 @@ struct cache_ref {
             return key_block(page, head);
         else
             return value_block(page, head);
+    }
+    /// The lower plane of that block, of a format with two.
+    template <tensor Role>
+    KVQ_HD std::byte* lower_block(int page, int head) const noexcept requires detail::has_lower<Pair> {
+        const auto number = static_cast<std::size_t>(page >> 16), of = static_cast<std::size_t>(head);
+        if constexpr (Role == tensor::key)
+            return lower.keys + number * lower.key_page_bytes + of * Pair::lower_key_bytes;
+        else
+            return lower.values + number * lower.value_page_bytes + of * Pair::lower_value_bytes;
+    }
+    KVQ_HD static std::size_t upper_number(int page) noexcept {
+        if constexpr (detail::names_planes<Pair>) page &= 0xffff;
+        return static_cast<std::size_t>(page);
     }
     /// Page size in bytes when pages are dense.
     static constexpr std::size_t dense_key_page(int kv_heads) noexcept {
@@ -309,6 +343,7 @@ cache_ref<To> as_pair(const cache_ref<Pair>& c) noexcept {
                      c.tokens,    c.sequences,    c.table_columns,  c.kv_heads,         c.first_token,
                      c.key_plans, c.plan_numbers, c.plan_words,     c.key_feedback};
     to.head_tables = c.head_tables;
+    if constexpr (has_lower<To> && has_lower<Pair>) static_cast<layer_memory&>(to.lower) = c.lower;
     if constexpr (read_by_numbers<typename Pair::keys>) to.own_keys.scheme = c.own_keys.scheme;
     if constexpr (read_by_numbers<typename Pair::values>) to.own_values.scheme = c.own_values.scheme;
     if constexpr (has_transform<typename Pair::keys>) to.own_keys.transform = c.own_keys.transform;
@@ -371,6 +406,23 @@ status check_ref(const cache_ref<Pair>& c, bool tables) noexcept {
         return bad_value("page strides of %zu and %zu bytes are smaller than %d heads of %zu and %zu bytes",
                          c.key_page_bytes, c.value_page_bytes, c.kv_heads, Pair::key_block_bytes,
                          Pair::value_block_bytes);
+    if constexpr (has_lower<Pair>) {
+        const auto heads = static_cast<std::size_t>(c.kv_heads);
+        if (c.lower.keys == nullptr || c.lower.values == nullptr)
+            return bad_value("the cache has no pages of lower planes (null pointer)");
+        if ((reinterpret_cast<std::uintptr_t>(c.lower.keys) |
+             reinterpret_cast<std::uintptr_t>(c.lower.values) | c.lower.key_page_bytes |
+             c.lower.value_page_bytes) %
+                    16 !=
+                0 ||
+            c.lower.key_page_bytes < heads * Pair::lower_key_bytes ||
+            c.lower.value_page_bytes < heads * Pair::lower_value_bytes)
+            return bad_value(
+                "lower planes are %zu and %zu bytes apart, which is no multiple of 16 with room "
+                "for %d heads of %zu and %zu bytes",
+                c.lower.key_page_bytes, c.lower.value_page_bytes, c.kv_heads, Pair::lower_key_bytes,
+                Pair::lower_value_bytes);
+    }
     if (!tables) return {};
     if (c.sequences < 0 || c.table_columns < (c.sequences > 0 ? 1 : 0))
         return bad_value("%d sequences with %d block table columns", c.sequences, c.table_columns);

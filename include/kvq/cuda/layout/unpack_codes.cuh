@@ -28,6 +28,14 @@ __device__ __forceinline__ void static_for(F&& f) {
     (std::make_integer_sequence<int, N>{});
 }
 
+inline constexpr int warp_size = 32;
+
+struct lane_id {
+    int lane, g, t;
+    __device__ __forceinline__ lane_id()
+        : lane(static_cast<int>(threadIdx.x) % 32), g(lane / 4), t(lane % 4) {}
+};
+
 template <int Bits>
 struct code_unpacker {
     static constexpr bool full = false;

@@ -20,14 +20,6 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
-inline constexpr int warp_size = 32;
-
-struct lane_id {
-    int lane, g, t;
-    __device__ __forceinline__ lane_id()
-        : lane(static_cast<int>(threadIdx.x) % 32), g(lane / 4), t(lane % 4) {}
-};
-
 /// What the channels of run `r` share, in a warp tile at `at` whose first token is `first` of its page.
 template <class WarpTile>
 __device__ __forceinline__ group_line<typename WarpTile::parameter> line_of(std::uint32_t at, int first,
@@ -88,6 +80,8 @@ struct code_warp_tile {
     }();
     static constexpr int token_scale_skew =
         shared_bytes % 16;  // they start so far behind a vector of 16 bytes
+    /// x^ = b + s (code - code_zero) code_unit, where codes have a bias.
+    static constexpr float code_unit = 1.0f, code_zero = 0.0f;
     static constexpr bool centred = token_parameters || full || scheme::code_bits > 4;  // see fold_rows
     /// Are the weights of tokens multiplied by anything?
     static constexpr bool scales_tokens = token_parameters || has_token_scales;
@@ -222,6 +216,14 @@ struct code_warp_tile {
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane,
                                                 std::uint32_t vector_bytes, const head_type& = {},
                                                 [[maybe_unused]] int band = 0) {
+        copy_codes(to, block, first, lane, vector_bytes, band);
+        if constexpr (!full)
+            copy_parameters(to, block + traits::scale_offset(shape), first, lane, vector_bytes, band);
+    }
+    /// The codes alone.
+    __device__ __forceinline__ static void copy_codes(std::uint32_t to, const std::byte* block, int first,
+                                                      int lane, std::uint32_t vector_bytes,
+                                                      [[maybe_unused]] int band) {
         const int skew = skewed ? static_cast<int>(to >> 4 & 7u) : 0;
         const std::uint32_t slot = to - 16u * static_cast<std::uint32_t>(skew);
         const std::byte* const from = block + (lane - skew) * 16;
@@ -253,8 +255,6 @@ struct code_warp_tile {
                 });
             });
         }
-        if constexpr (!full)
-            copy_parameters(to, block + traits::scale_offset(shape), first, lane, vector_bytes, band);
     }
     /// How many lines of a tile of keys (plane `p`), or of all tiles of values, lie before those of a band.
     KVQ_HD static constexpr int band_lines(int p, int band) {
@@ -475,7 +475,7 @@ struct code_warp_tile {
         }
     }
 
-private:
+protected:
     /// Copies `Lines` lines of plane `Plane` that follow each other to `to`; `from`: of the lane's first
     /// vector. Lanes whose first vector lies before the lines take one behind the others: there t is 0.
     template <int Plane, int Lines, int Height>
@@ -555,6 +555,7 @@ private:
         });
     }
 
+public:
     /// The four rows' words of one line of the lane.
     template <int Tile, int Group, int Step, int Plane, int X>
     __device__ __forceinline__ static uint4 line_words(std::uint32_t at, const lane_id& id) {

@@ -53,27 +53,31 @@ struct stored_pair {
     }
 };
 
-/// Parameters of a set of codes of a scheme.
-template <class S>
+/// Parameters of a set of codes of a scheme. Planes: of codes of both planes (plane_pair).
+template <class S, bool Planes = false>
 struct stored_set : stored_pair<typename word_traits<S>::parameter, word_traits<S>::has_bias> {
     using traits = word_traits<S>;
     using P = typename traits::parameter;
     static constexpr bool exact = std::is_same_v<P, float16>;  // halves already
     /// Codes are counted from here: biases are then about the middle of a channel's values, and lose less by
     /// being rounded.
-    static constexpr int centre =
-        traits::zero_code != 0 || exact ? traits::zero_code : 1 << (S::code_bits - 1);
+    static constexpr int centre = traits::zero_code != 0 || (exact && !Planes) ? traits::zero_code
+                                  : Planes                                     ? 128
+                                                                               : 1 << (S::code_bits - 1);
+    static constexpr float code_unit = Planes ? 0.0625f : 1.0f, code_zero = Planes ? 7.5f : 0.0f;
     /// Scales of tokens scale whole scores, so that their rounding would not average out.
     static constexpr bool has_low = traits::token_parameters && !exact;
 
     __device__ __forceinline__ half_parameters halves() const {
-        if constexpr (exact) {
+        if constexpr (exact && !Planes) {
             return {static_cast<std::uint16_t>(this->scale), static_cast<std::uint16_t>(this->bias), 0};
         } else {
-            const float2 p = this->floats();
+            float2 p = this->floats();
+            p.x *= code_unit;
             const std::uint16_t high = to_half(p.x);
             return {high,
-                    traits::has_bias ? to_half(fmaf(static_cast<float>(centre), p.x, p.y)) : std::uint16_t{0},
+                    traits::has_bias ? to_half(fmaf(static_cast<float>(centre) - code_zero, p.x, p.y))
+                                     : std::uint16_t{0},
                     has_low ? to_half(p.x - half_bits_to_float(high)) : std::uint16_t{0}};
         }
     }
@@ -83,13 +87,13 @@ struct no_set {
     using P = void;
     static constexpr bool has_low = false;
 };
-template <class S>
+template <class S, bool Planes = false>
 struct set_of {
-    using type = stored_set<S>;
+    using type = stored_set<S, Planes>;
 };
-template <class S>
+template <class S, bool Planes>
 requires full_precision<S>
-struct set_of<S> {
+struct set_of<S, Planes> {
     using type = no_set;
 };
 
@@ -126,10 +130,11 @@ struct octet_parameters {
     }
 };
 /// x^ of 8 columns, whose codes are the bytes of two words.
-template <class S, bool Low, bool TokenScales>
+template <class S, bool Low, bool TokenScales, bool Planes = false>
 __device__ __forceinline__ void dequantize_octet(std::uint32_t (&x)[4], std::uint32_t low_quad,
                                                  std::uint32_t high_quad, const octet_parameters& p) {
-    constexpr std::uint32_t raised = 0xe400e400u + 0x00010001u * stored_set<S>::centre;  // -(1024 + centre)
+    constexpr std::uint32_t raised =
+        0xe400e400u + 0x00010001u * stored_set<S, Planes>::centre;  // -(1024 + centre)
     x[0] = __byte_perm(low_quad, 0x64646464u, 0x4140);
     x[1] = __byte_perm(low_quad, 0x64646464u, 0x4342);
     x[2] = __byte_perm(high_quad, 0x64646464u, 0x4140);

@@ -115,6 +115,10 @@ struct blocks_in_memory {
     __device__ __forceinline__ block_in_memory block(int number, int) const {
         return {cache->template block<Role>(number, head)};
     }
+    /// Its lower plane, of a format with two.
+    __device__ __forceinline__ block_in_memory lower_block(int number) const {
+        return {cache->template lower_block<Role>(number, head)};
+    }
 };
 
 /// Bytes of a warp's table: for 32 columns scales, biases, low parts (of keys for up to two pages) and token
@@ -191,7 +195,8 @@ struct cell_batch {
     }();
     static constexpr int sets = count / cells_per_set;
 
-    using set_type = typename set_of<S>::type;
+    static constexpr bool planes = has_lower<Pair>;
+    using set_type = typename set_of<S, planes>::type;
     /// What scales of values lose by being rounded averages out over the tokens.
     static constexpr bool has_low = key && set_type::has_low;
 
@@ -209,6 +214,7 @@ struct cell_batch {
     [[no_unique_address]] decltype(lane_channel::order) order = {};
 
     std::uint32_t word[count][words];
+    [[no_unique_address]] std::conditional_t<planes, std::uint32_t[count][words], no_set> lower_word;
     [[no_unique_address]] std::conditional_t<row_parameters, set_type[count][parts], no_set> of_rows;
     [[no_unique_address]] std::conditional_t<column_parameters, set_type[sets][tables], no_set> of_columns;
     std::uint32_t token_scale[row_token_scales ? count : 1];
@@ -387,6 +393,16 @@ private:
                         word[i][part * part_words + behind + k] = load(first + block_column / 4 / per + k);
                 });
             }
+            if constexpr (planes) {
+                const auto lower =
+                    source.lower_block(source.page(tile, token_in_tile))
+                        .from(static_cast<std::size_t>((block_row & ~31) * row_words + block_row % height) *
+                              4);
+#pragma unroll
+                for (int k = 0; k < part_words; ++k)
+                    lower_word[i][part * part_words + k] =
+                        lower.template get<4>((block_column / 8 + k) * height * 4);
+            }
             if constexpr (row_parameters) load_set(of_rows[i][part], block, token, key ? column : row + lane);
         }
     }
@@ -450,8 +466,8 @@ private:
             if constexpr (row_token_scales)
                 p.token_scale =
                     four_times(twice(half_token_scale<typename traits::token_scale_type>(token_scale[i])));
-            dequantize_octet<S, has_low, token_scales || row_token_scales>(x, quad<part, first_quad>(i),
-                                                                           quad<part, first_quad + 1>(i), p);
+            dequantize_octet<S, has_low, token_scales || row_token_scales, planes>(
+                x, quad<part, first_quad>(i), quad<part, first_quad + 1>(i), p);
         }
     }
     /// The first of a part's words of a plane.
@@ -464,6 +480,12 @@ private:
     /// Codes of a quad, a byte each.
     template <int Part, int Quad>
     __device__ __forceinline__ std::uint32_t quad(int i) const {
+        if constexpr (planes) {
+            const int at = Part * part_words + Quad / 2;
+            const std::uint32_t u = word[i][at], l = lower_word[i][at];
+            return Quad % 2 == 0 ? (u << 4 & 0xf0f0f0f0u) | (l & 0x0f0f0f0fu)
+                                 : (u & 0xf0f0f0f0u) | (l >> 4 & 0x0f0f0f0fu);
+        }
         std::uint32_t result = 0;
         static_for<traits::plane_count>([&](auto plane) {
             constexpr int p = decltype(plane)::value, per = traits::units_per_word(p), width = 8 / per;

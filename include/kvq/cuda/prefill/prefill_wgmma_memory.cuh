@@ -124,8 +124,8 @@ struct blocks_in_slot {
     static constexpr int block_bytes =
         static_cast<int>(Role == tensor::key ? Pair::key_block_bytes : Pair::value_block_bytes);
     /// Other blocks are read from device memory.
-    static constexpr bool fit =
-        (half_tile % page_tokens == 0 || page_tokens == tile) && count * block_bytes <= block_slot_bytes;
+    static constexpr bool fit = !has_lower<Pair> && (half_tile % page_tokens == 0 || page_tokens == tile) &&
+                                count * block_bytes <= block_slot_bytes;
     static constexpr bool shared = true;
 
     std::uint32_t at;

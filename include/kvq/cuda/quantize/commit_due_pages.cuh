@@ -31,13 +31,19 @@ struct committed_layer {
     const std::uint16_t* key_plans;
     const float* key_feedback;
 };
+/// The same with lower planes.
+struct committed_planes : committed_layer {
+    layer_memory lower;
+};
 /// The same behind transforms.
 struct turned_layer : committed_layer {
     device_transform keys, values;
 };
 /// Layers of a launch: as many as its parameters have room for.
 template <class Pair>
-inline constexpr int most_layers = pair_turns<Pair> ? 24 : 64;
+inline constexpr int most_layers = pair_turns<Pair>  ? 24
+                                   : has_lower<Pair> ? 40
+                                                     : 64;
 
 template <class Quantized, class Window>
 struct commit_args {
@@ -46,7 +52,9 @@ struct commit_args {
     int layers, recent, new_tokens;
     const int* counts;
     unsigned* not_finite;  // of every layer
-    std::conditional_t<pair_turns<Quantized>, turned_layer, committed_layer> memory[most_layers<Quantized>];
+    std::conditional_t<pair_turns<Quantized>, turned_layer,
+                       std::conditional_t<has_lower<Quantized>, committed_planes, committed_layer>>
+        memory[most_layers<Quantized>];
 };
 
 /// The page of a sequence that is due, or -1.
@@ -100,6 +108,7 @@ __global__ void __launch_bounds__(page_quantizer<Quantized>::threads, page_quant
             to.key_plans = memory.key_plans;
             if constexpr (codec<typename Quantized::keys>.several_widths()) to = to.of_plan(sequence);
             to.key_feedback = memory.key_feedback;
+            if constexpr (has_lower<Quantized>) static_cast<layer_memory&>(to.lower) = memory.lower;
             if constexpr (has_transform<typename Quantized::keys>) to.own_keys.transform = memory.keys;
             if constexpr (has_transform<typename Quantized::values>) to.own_values.transform = memory.values;
             from.key_pages = memory.window_keys;
@@ -197,6 +206,7 @@ status commit_due_pages(std::span<const cache_ref<Quantized>> quantized,
             static_cast<detail::committed_layer&>(memory) = {
                 quantized[i].key_pages, quantized[i].value_pages, window[i].key_pages,
                 window[i].value_pages,  quantized[i].key_plans,   quantized[i].key_feedback};
+            if constexpr (detail::has_lower<coded>) memory.lower = quantized[i].lower;
             if constexpr (detail::has_transform<typename coded::keys>)
                 memory.keys = quantized[i].own_keys.transform;
             if constexpr (detail::has_transform<typename coded::values>)

@@ -21,6 +21,7 @@
 #include "../layout/latent_pair.cuh"
 #include "../layout/row_pieces.cuh"
 #include "kept_tensors.hpp"
+#include "lower_plane.cuh"
 #include "quantize_grid.cuh"
 #include "quantize_tiles.cuh"
 
@@ -166,6 +167,14 @@ __device__ __forceinline__ unsigned requantize_tensor(const cache_ref<From>& sou
                 [&](int token, int channel) { return read_value<Role>(source, from, head, token, channel); },
                 nullptr);
         }
+    }
+    if constexpr (has_lower<To>) {
+        constexpr block_shape shape = shape_of<Role, To>;
+        __syncthreads();
+        write_lower_plane<S, Threads>(
+            shape, target.template block<Role>(to, head), target.template lower_block<Role>(to, head),
+            Role == tensor::key ? To::lower_key_bytes : To::lower_value_bytes,
+            [&](int token, int channel) { return read_value<Role>(source, from, head, token, channel); });
     }
     return count;
 }

@@ -21,7 +21,9 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail 
 /// Why pages of such keys have no estimate; null: they have one.
 template <class Pair>
 inline constexpr const char* no_estimate = [] {
-    if constexpr (read_by_numbers<typename Pair::keys> || full_precision<typename Pair::keys>)
+    if constexpr (has_lower<Pair>)
+        return "their keys have two planes";
+    else if constexpr (read_by_numbers<typename Pair::keys> || full_precision<typename Pair::keys>)
         return "their keys have no parameters";
     else
         return codec<typename Pair::keys>.per_token ? "their keys have parameters per token"

@@ -8,6 +8,7 @@
 
 #include "../../core/shape.hpp"
 #include "../../state/state_part.hpp"
+#include "../layout/layer_memory.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -17,12 +18,6 @@ struct word_runs {
     int count = 0;
     int data[room];
 };
-/// Pages of one layer and format.
-struct layer_memory {
-    std::byte *keys = nullptr, *values = nullptr;
-    std::size_t key_page_bytes = 0, value_page_bytes = 0;
-};
-
 /// What a place holds: blocks of this page. generation 0: nothing.
 struct alignas(8) held_block {
     unsigned page, generation;

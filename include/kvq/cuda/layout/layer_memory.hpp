@@ -1,0 +1,25 @@
+// Where pages of one layer lie, and which of them a number in a table names.
+//
+// Contract: plain values. Pointers are to device memory.
+#pragma once
+
+#include <cstddef>
+
+#include "../../config.hpp"
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
+
+/// Pages of one layer and format.
+struct layer_memory {
+    std::byte *keys = nullptr, *values = nullptr;
+    std::size_t key_page_bytes = 0, value_page_bytes = 0;
+};
+
+/// A number in tables of a page with two planes (plane_pair.cuh) names a page of each: the upper one's in its
+/// lower 16 bits. So there are so many of either at most.
+inline constexpr int most_plane_pages = 1 << 15;
+KVQ_HD constexpr int plane_number(int upper, int lower) noexcept { return lower << 16 | upper; }
+KVQ_HD constexpr int upper_of(int number) noexcept { return number & 0xffff; }
+KVQ_HD constexpr int lower_of(int number) noexcept { return number >> 16; }
+
+}}}  // namespace kvq::cuda::detail
