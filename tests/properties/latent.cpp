@@ -202,7 +202,7 @@ TEST_CASE("a block is that of the first channels and that of the last ones, in t
     for (const kvq::format& first : firsts)
         for (const kvq::format& last : lasts)
             for (const int tokens : {1, 37, 128})
-                for (const int n : {4, 64}) {
+                for (const int n : {4, 150}) {
                     CAPTURE(first.name());
                     CAPTURE(last.name());
                     CAPTURE(tokens);

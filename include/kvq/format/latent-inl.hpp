@@ -121,16 +121,18 @@ private:
     }
 };
 
+/// Room for the last 64 channels of 128 tokens; more take further passes.
+using spare_rows = float[8192];
+
 /// Values [tokens][first + last] to [tokens][first], then [tokens][last]. O(values log tokens)
-KVQ_FUNC void split_rows(float* values, int tokens, int first, int last) {
-    float spare[2048];
+KVQ_FUNC void split_rows(float* values, int tokens, int first, int last, spare_rows& spare) {
     const std::ptrdiff_t n = first, m = last, all = n + m;
     if (tokens == 1) return;
     if (tokens * m > std::ssize(spare)) {
         const int half = tokens / 2;
         float* const rest = values + half * all;
-        split_rows(values, half, first, last);
-        split_rows(rest, tokens - half, first, last);
+        split_rows(values, half, first, last, spare);
+        split_rows(rest, tokens - half, first, last, spare);
         std::rotate(values + half * n, rest, rest + (tokens - half) * n);
         return;
     }
@@ -141,16 +143,15 @@ KVQ_FUNC void split_rows(float* values, int tokens, int first, int last) {
     std::copy_n(spare, tokens * m, values + tokens * n);
 }
 /// And back.
-KVQ_FUNC void join_rows(float* values, int tokens, int first, int last) {
-    float spare[2048];
+KVQ_FUNC void join_rows(float* values, int tokens, int first, int last, spare_rows& spare) {
     const std::ptrdiff_t n = first, m = last, all = n + m;
     if (tokens == 1) return;
     if (tokens * m > std::ssize(spare)) {
         const int half = tokens / 2;
         float* const rest = values + half * all;
         std::rotate(values + half * n, values + tokens * n, values + tokens * n + half * m);
-        join_rows(values, half, first, last);
-        join_rows(rest, tokens - half, first, last);
+        join_rows(values, half, first, last, spare);
+        join_rows(rest, tokens - half, first, last, spare);
         return;
     }
     std::copy_n(values + tokens * n, tokens * m, spare);
@@ -313,7 +314,8 @@ private:
     std::uint32_t quantize_last(const block_shape& shape, block_id id, float* values,
                                 std::byte* block) const {
         const int n = shape.dim - channels;
-        split_rows(values, shape.tokens, n, channels);
+        spare_rows spare;
+        split_rows(values, shape.tokens, n, channels, spare);
         return outer.functions().quantize_values(outer.scheme(), last(shape), id,
                                                  values + std::ptrdiff_t{n} * shape.tokens,
                                                  block + last_at(shape));
@@ -347,7 +349,8 @@ private:
             float* const behind = scratch + first.values();
             read(r.inner, first, block, scratch, first.dim, scratch);
             read(r.outer, last, block + r.last_at(shape), behind, last.dim, behind);
-            join_rows(scratch, shape.tokens, first.dim, last.dim);
+            spare_rows spare;
+            join_rows(scratch, shape.tokens, first.dim, last.dim, spare);
         } else {
             read(r.inner, first, block, out, stride, scratch);
             read(r.outer, last, block + r.last_at(shape),
