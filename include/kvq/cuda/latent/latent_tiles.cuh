@@ -3,8 +3,9 @@
 //   tile     [block of 64 channels][64 tokens][64 halves], swizzled as tiles of keys (prefill_tile.cuh)
 //   scores   rows = tokens, columns = channels:        S^T = K Q^T sums over columns
 //   output   the same bytes, read transposed:          O^T = V^T P^T sums over tokens
-//   unit     64 channels of a tile (codes), or of 32 of its tokens (16-bit values). A warp copies what a page
-//            has of it to where it is to stand, reads all of that, and writes halves in its place
+//   unit     64 channels of a tile, or of 32 of its tokens (16-bit values, and codes of 8 bits, which would
+//            take more registers than a warp has). A warp copies what a page has of it to where it is to
+//            stand, reads all of that, and writes halves in its place
 //
 // A lane has 8 channels (an octet) and eight of every 32 tokens: two times four neighbours. Pages hold
 // neighbouring tokens side by side and tiles neighbouring channels, so that both are accesses of 16 bytes;
@@ -102,7 +103,14 @@ struct latent_units {
     static constexpr bool full = full_precision<S>, records = token_record_scheme<S>;
     static constexpr block_shape shape = Pair::key_shape();
     static constexpr int page = Pair::page_tokens, dim = shape.dim;
-    static constexpr int count = Channels / 64 * (full ? 2 : 1);
+    static constexpr bool wide_codes = [] {
+        if constexpr (full || records)
+            return false;
+        else
+            return traits::units_per_word(0) == 1;
+    }();
+    static constexpr bool halves = full || wide_codes;
+    static constexpr int of_block = halves ? 2 : 1, count = Channels / 64 * of_block;  // of 64 channels
 
     /// Asks for what pages have of a unit.
     template <class Runs>
@@ -127,18 +135,18 @@ struct latent_units {
             if constexpr (records)
                 record_units<Pair>::store(unit, place(tile, unit), own.lane);
             else
-                store_codes(runs, place(tile, unit), own);
+                store_codes(runs, unit, place(tile, unit), own);
             if (~shown != 0)
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    clear(place(tile, unit) + half * 4096u, static_cast<std::uint32_t>(shown >> half * 32),
-                          own.lane);
+                for (int i = 0; i < 2 / of_block; ++i)
+                    clear(place(tile, unit) + i * 4096u,
+                          static_cast<std::uint32_t>(shown >> (wide_codes ? unit % 2 : i) * 32), own.lane);
         }
     }
 
 private:
     __device__ __forceinline__ static std::uint32_t place(std::uint32_t tile, int unit) {
-        return tile + static_cast<std::uint32_t>(unit * (full ? 4096 : 8192));
+        return tile + static_cast<std::uint32_t>(unit * (halves ? 4096 : 8192));
     }
     /// Copies `Bytes` that lie side by side.
     template <int Bytes>
@@ -206,8 +214,9 @@ private:
             }
     }
 
-    // Codes: of every plane [32 tokens, twice][lines of 64 channels][tokens]; then scales, biases, tails, and
-    // a table of scales and biases as halves, of the first and the second 32 tokens where they differ.
+    // Codes: of every plane [32 tokens, once or twice][lines of 64 channels][tokens]; then scales, biases,
+    // tails, and a table of scales and biases as halves, of the first and the second 32 tokens where they
+    // differ.
     template <class>
     struct code_places;
     template <class X>
@@ -217,59 +226,72 @@ private:
         static constexpr bool bytes = std::is_same_v<typename traits::parameter, byte_params>;
         static constexpr bool exact = std::is_same_v<typename traits::parameter, float16>;
         static constexpr bool token_scales = !std::is_same_v<typename traits::token_scale_type, void>;
+        static constexpr int parts = 2 / of_block;  // of 32 tokens
         static constexpr int axis = rows ? dim : page;
         static constexpr int group = traits::group == 0 || traits::group > axis ? axis : traits::group;
         /// Sets of parameters: of the first and the second 32 tokens, or channels.
-        static constexpr int sets = group % 64 == 0 && (rows || page % 64 == 0) ? 1 : 2;
-        static constexpr int set_bytes = 64 * width;  // of 64 channels, or 64 tokens
-        static constexpr int tail_bytes = latent_tail<Pair>::bytes, tails = page % 64 == 0 ? 1 : 2;
+        static constexpr int sets =
+            (group % 64 == 0 && (rows || page % 64 == 0)) || (!rows && parts == 1) ? 1 : 2;
+        static constexpr int set_bytes = (rows ? 32 * parts : 64) * width;  // of tokens, of channels
+        static constexpr int tail_bytes = latent_tail<Pair>::bytes,
+                             tails = page % 64 == 0 || parts == 1 ? 1 : 2;
         static_assert(!(rows && bytes) && latent_tail<Pair>::at % 16 == 0);
 
         static constexpr int row_words = traits::lines(dim / 4);
         KVQ_HD static constexpr int lines(int plane) { return 16 / traits::units_per_word(plane); }
         KVQ_HD static constexpr int plane_at(int plane) {
             int at = 0;
-            for (int p = 0; p < plane; ++p) at += 2 * lines(p) * 128;
+            for (int p = 0; p < plane; ++p) at += parts * lines(p) * 128;
             return at;
         }
-        static constexpr int scales = 4096, biases = scales + sets * set_bytes,
+        static constexpr int scales = 2048 * parts, biases = scales + sets * set_bytes,
                              tail = biases + sets * set_bytes, table = tail + tails * tail_bytes;
-        static_assert(plane_at(traits::plane_count) <= scales && table + sets * 256 <= 8192);
+        static_assert(plane_at(traits::plane_count) <= scales && table + sets * 256 <= 4096 * parts);
     };
     using places = code_places<S>;
+
+    /// The run of part `i` of a unit.
+    template <class Runs>
+    __device__ __forceinline__ static latent_run run_of(const Runs& runs, int unit, int i) {
+        if constexpr (wide_codes)
+            return unit % 2 == 0 ? runs.run[0] : runs.run[1];
+        else
+            return runs.run[i];
+    }
 
     template <class Runs>
     __device__ __forceinline__ static void fetch_codes(const Runs& runs, int unit, std::uint32_t to,
                                                        const latent_lane& own) {
         using p = places;
         const auto at = [&](int offset) { return to + static_cast<std::uint32_t>(offset); };
+        const int number = unit / of_block;  // of the block of 64 channels
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const latent_run& run = runs.run[half];
+        for (int half = 0; half < p::parts; ++half) {
+            const latent_run run = run_of(runs, unit, half);
             const std::byte* const block = run.block + Behind;
             const std::byte* const words = block + (run.token & ~31) * (p::row_words * 4);
             static_for<traits::plane_count>([&](auto plane) {
                 constexpr int n = p::lines(decltype(plane)::value) * 128;
                 copy<n>(at(p::plane_at(decltype(plane)::value) + half * n),
-                        words + traits::first_line(decltype(plane)::value, dim / 4) * 128 + unit * n,
+                        words + traits::first_line(decltype(plane)::value, dim / 4) * 128 + number * n,
                         run.bytes, own.lane);
             });
-            const auto copy_set = [&]<int N>(std::integral_constant<int, N>, int number, int first) {
+            const auto copy_set = [&]<int N>(std::integral_constant<int, N>, int to_set, int first) {
                 const std::byte* const from = block + first * p::width;
-                copy<N * p::width>(at(p::scales + number), from + traits::scale_offset(shape), run.bytes,
+                copy<N * p::width>(at(p::scales + to_set), from + traits::scale_offset(shape), run.bytes,
                                    own.lane);
                 if constexpr (traits::has_bias)
-                    copy<N * p::width>(at(p::biases + number), from + traits::bias_offset(shape), run.bytes,
+                    copy<N * p::width>(at(p::biases + to_set), from + traits::bias_offset(shape), run.bytes,
                                        own.lane);
             };
             if constexpr (p::rows)
 #pragma unroll
                 for (int set = 0; set < p::sets; ++set)
                     copy_set(std::integral_constant<int, 32>{}, set * p::set_bytes + half * 32 * p::width,
-                             (unit * 64 + set * 32) / p::group * page + run.token);
+                             (number * 64 + set * 32) / p::group * page + run.token);
             else if (half < p::sets)
                 copy_set(std::integral_constant<int, 64>{}, half * p::set_bytes,
-                         run.token / p::group * dim + unit * 64);
+                         run.token / p::group * dim + number * 64);
             if constexpr (p::tail_bytes > 0)
                 if (half < p::tails)
                     copy<p::tail_bytes>(at(p::tail + half * p::tail_bytes), block + latent_tail<Pair>::at,
@@ -278,7 +300,7 @@ private:
     }
     /// Parameters of two channels a lane as halves, to the table.
     template <class Runs>
-    __device__ __forceinline__ static void fill_table(const Runs& runs, std::uint32_t to,
+    __device__ __forceinline__ static void fill_table(const Runs& runs, int unit, std::uint32_t to,
                                                       const latent_lane& own) {
         using p = places;
 #pragma unroll
@@ -300,8 +322,8 @@ private:
             numbers(p::scales, scale);
             if constexpr (traits::has_bias) numbers(p::biases, bias);
             if constexpr (p::bytes) {
-                const int first =
-                    p::tail + (p::tails == 2 ? set * p::tail_bytes : 0) + runs.run[set].token / p::group * 6;
+                const int first = p::tail + (p::tails == 2 ? set * p::tail_bytes : 0) +
+                                  run_of(runs, unit, set).token / p::group * 6;
 #pragma unroll
                 for (int i = 0; i < 3; ++i)
                     shared[i] = load_shared_2(to + static_cast<std::uint32_t>(first + 2 * i));
@@ -339,19 +361,19 @@ private:
         }
     }
     template <class Runs>
-    __device__ __forceinline__ static void store_codes(const Runs& runs, std::uint32_t to,
+    __device__ __forceinline__ static void store_codes(const Runs& runs, int unit, std::uint32_t to,
                                                        const latent_lane& own) {
         using p = places;
         const auto at = [&](int offset) { return to + static_cast<std::uint32_t>(offset); };
         constexpr bool table = !p::rows && !p::exact;
-        if constexpr (table) fill_table(runs, to, own);
+        if constexpr (table) fill_table(runs, unit, to, own);
         // Of every plane the words of an octet: two of 8 bits, otherwise one, which others may share.
         constexpr int most_words = traits::units_per_word(0) == 1 ? 2 : 1;
-        uint4 word[2][2][traits::plane_count][most_words];
+        uint4 word[p::parts][2][traits::plane_count][most_words];
         octet_parameters of_set[p::sets] = {};
-        std::uint32_t scale[2][2][4], bias[2][2][4] = {}, token_scale[2][2][4];
+        std::uint32_t scale[p::parts][2][4], bias[p::parts][2][4] = {}, token_scale[p::parts][2][4];
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int half = 0; half < p::parts; ++half)
 #pragma unroll
             for (int step = 0; step < 2; ++step) {
                 const int quad = own.quad(step);
@@ -375,8 +397,9 @@ private:
                     constexpr int behind = static_cast<int>(
                         typename S::layout_type{}.token_scale_offset(shape) - latent_tail<Pair>::at);
                     load_four<width, behind % 16 == 0>(
-                        token_scale[half][step], at(p::tail + (p::tails == 2 ? half * p::tail_bytes : 0) +
-                                                    behind + (runs.run[half].token + quad * 4) * width));
+                        token_scale[half][step],
+                        at(p::tail + (p::tails == 2 ? half * p::tail_bytes : 0) + behind +
+                           (run_of(runs, unit, half).token + quad * 4) * width));
                 }
             }
         if constexpr (!p::rows)
@@ -390,7 +413,7 @@ private:
             }
         __syncwarp();
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int half = 0; half < p::parts; ++half)
 #pragma unroll
             for (int step = 0; step < 2; ++step)
 #pragma unroll

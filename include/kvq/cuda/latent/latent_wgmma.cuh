@@ -62,7 +62,7 @@ private:
         using second_units =
             latent_units<std::conditional_t<two, typename pair::second_pair, typename pair::first_pair>,
                          two ? pair::second_channels : 64, pair::second_block>;
-        constexpr int per = units::full ? 2 : 1, second_per = second_units::full ? 2 : 1;
+        constexpr int per = units::of_block, second_per = second_units::of_block;
         const int first_units = units_of_block(pair::first_channels / 64) * per;
         const int count = Shape::cluster == 1
                               ? units::count + (two ? second_units::count : 0)
