@@ -221,9 +221,9 @@ TEST_CASE(
             now = step.bytes_after;
         }
         CHECK(now == report.bytes_after);
-        CHECK(report.bytes_peak <= before + static_cast<std::size_t>(threads) *
-                                                kvq::page_pool::allocation(cache.page_bytes(
-                                                    kvq::tensor::key, 0, options.page_tokens)));
+        CHECK(report.bytes_peak <=
+              before + static_cast<std::size_t>(threads) * kvq::page_pool::allocation(cache.page_bytes(
+                                                               kvq::tensor::key, 0, options.page_tokens)));
         for (std::size_t i = 0; i < others.size(); ++i)
             REQUIRE(test::contents(cache, *others[i]) == untouched[i]);
         // Nothing is left that would free a byte.

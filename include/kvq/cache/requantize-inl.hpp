@@ -194,8 +194,7 @@ public:
             }
             if (drop_lower(role, format, change)) return;
             batch.push_back({layer, role, format, spans_.size(), change.spans.size()});
-            if (ex && role == tensor::key)
-                batch.back().plan = plan_of(change.spans.front(), layer, format);
+            if (ex && role == tensor::key) batch.back().plan = plan_of(change.spans.front(), layer, format);
             spans_.insert(spans_.end(), change.spans.begin(), change.spans.end());
             if (batch.size() == workers) convert(batch, ex);
         });
