@@ -21,7 +21,7 @@
 #include <kvq/io/file.hpp>
 #include <kvq/io/safetensors.hpp>
 #include <kvq/kvq.hpp>
-#include <kvq/schemes/token_records.hpp>
+#include <kvq/schemes/rotated_records.hpp>
 #include <map>
 #include <random>
 #include <sstream>
@@ -386,6 +386,7 @@ int print_errors() {
                                  "std4", "std4-h", "nested8", "nested4", "low3-h", "low2-h", "kivi-4-g64"};
     for (const kvq::row_layout& l : kvq::row_layouts) all.emplace_back(l.name);
     for (const kvq::record_layout& l : kvq::record_layouts) all.emplace_back(l.name);
+    all.emplace_back(kvq::int4_token_head.name);
     struct line {
         std::string name;
         double bits, keys, values;

@@ -19,7 +19,7 @@
 #include <cstring>
 #include <kvq/cache/layers.hpp>
 #include <kvq/core/error.hpp>
-#include <kvq/schemes/token_records.hpp>
+#include <kvq/schemes/rotated_records.hpp>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <string>
@@ -58,21 +58,20 @@ public:
     row_codec(const std::string& format, float tensor_scale) {
         for (const kvq::record_layout& l : kvq::record_layouts)
             if (format == l.name) records_.emplace(l);
-        if (records_ && tensor_scale != 1.0f) refuse(format, " takes no tensor_scales");
-        if (records_ && records_->layout().in_turns)
+        if (format == kvq::int4_token_head.name) rotated_.emplace(kvq::int4_token_head);
+        if (records() && tensor_scale != 1.0f) refuse(format, " takes no tensor_scales");
+        if (records() && records()->in_turns)
             refuse(format, " has scales of four tokens in turns, which a description of rows cannot say");
-        if (!records_) rows_.emplace(kvq::row_layout_named(format.c_str()), tensor_scale);
+        if (!records()) rows_.emplace(kvq::row_layout_named(format.c_str()), tensor_scale);
     }
     void check(const kvq::cache_shape& shape, kvq::tensor role) const {
         each([&](const auto& scheme) { scheme.check(shape, role); });
     }
-    int row_bytes(int n) const {
-        return records_ ? records_->layout().row_bytes(n) : rows_->layout().row_bytes(n);
-    }
+    int row_bytes(int n) const { return records() ? records()->row_bytes(n) : rows_->layout().row_bytes(n); }
     int scale_bytes(int n) const {
-        return records_ ? records_->layout().bytes_behind(n) : rows_->layout().scales_behind(n);
+        return records() ? records()->bytes_behind(n) : rows_->layout().scales_behind(n);
     }
-    int bias_bytes(int n) const { return records_ && records_->layout().biased() ? scale_bytes(n) : 0; }
+    int bias_bytes(int n) const { return records() && records()->biased() ? scale_bytes(n) : 0; }
 
     /// The block of one token, which has its bytes of all places one behind the other.
     std::vector<std::byte> block(int n) const {
@@ -81,7 +80,8 @@ public:
         return std::vector<std::byte>(bytes);
     }
     void quantize(int n, const float* values, std::byte* to) const {
-        each([&](const auto& scheme) { scheme.quantize({kvq::tensor::key, 1, n}, {}, values, to); });
+        std::vector<float> own(values, values + n);
+        each([&](const auto& scheme) { scheme.quantize({kvq::tensor::key, 1, n}, {}, own.data(), to); });
     }
     void dequantize(int n, const std::byte* from, float* values) const {
         each([&](const auto& scheme) { scheme.dequantize({kvq::tensor::key, 1, n}, {}, from, values); });
@@ -104,7 +104,7 @@ public:
             return {-1, 0};
         }
         using stored = kvq::record_layout::stored;
-        const kvq::record_layout& l = records_->layout();
+        const kvq::record_layout& l = *records();
         const std::byte* const scales = block + (l.behind ? l.row_bytes(n) : l.number_bytes(n));
         for (int g = 0; g < l.groups(n); ++g) {
             const std::byte* const at = scales + g * l.scale_bytes();
@@ -118,10 +118,15 @@ public:
     }
 
 private:
+    /// Null: rows.
+    const kvq::record_layout* records() const {
+        return records_ ? &records_->layout() : rotated_ ? &rotated_->layout() : nullptr;
+    }
     template <class F>
     void each(F&& f) const {
         if (rows_) f(*rows_);
         if (records_) f(*records_);
+        if (rotated_) f(*rotated_);
     }
     static bool half_is_finite(const std::byte* at) {
         std::uint16_t bits;
@@ -140,6 +145,7 @@ private:
 
     std::optional<kvq::token_rows> rows_;
     std::optional<kvq::token_records> records_;
+    std::optional<kvq::rotated_records> rotated_;
 };
 
 class raw_pages {

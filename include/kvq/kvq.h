@@ -180,8 +180,16 @@ KVQ_API kvq_status kvq_format_list(int32_t index, kvq_format_entry* entry);
 KVQ_API kvq_status kvq_format_find(const char* name, kvq_role role, const kvq_statistics* statistics,
                                    kvq_format** out);
 /// The same for the bytes of another system whose tensor has a scale, by which its numbers were divided:
-/// "fp8", "nvfp4" with vLLM's k_scale. Keys or values. KVQ_ERROR_ARGUMENT for formats without one.
+/// "fp8", "nvfp4" with vLLM's k_scale; others have the scale 1. Keys or values. KVQ_ERROR_ARGUMENT for other
+/// formats.
 KVQ_API kvq_status kvq_format_find_rows(const char* name, float tensor_scale, kvq_format** out);
+/// The same with a scale for each head: `count` of them, [kv_heads] or [layers][kv_heads].
+KVQ_API kvq_status kvq_format_find_head_rows(const char* name, const float* scales, int32_t count,
+                                             int32_t kv_heads, kvq_format** out);
+/// Bytes of a token of one head in the rows of another system: in its row, of scales and of biases beside it.
+/// NULL: not asked for. KVQ_ERROR_ARGUMENT for other formats.
+KVQ_API kvq_status kvq_format_row_bytes(const kvq_format* format, int32_t dim, int32_t* row, int32_t* scales,
+                                        int32_t* biases);
 KVQ_API kvq_status kvq_format_free(kvq_format* format);
 
 typedef struct kvq_format_description {
@@ -532,12 +540,13 @@ KVQ_API kvq_status kvq_sequence_attend(const kvq_sequence* sequence, int32_t lay
 /// Keys or values of one sequence and layer in the memory of another system, in its bytes. Strides: bytes
 /// from one token, head and block to the next.
 typedef struct kvq_rows {
-    const kvq_format* format;  // of rows: fp8, nvfp4, q8_0, ... (kvq_format_find, kvq_format_find_rows)
+    const kvq_format* format;  // of rows or records: fp8, q8_0, mla-656, ... (kvq_format_find, _find_rows)
     const void* data;
     ptrdiff_t token_stride, head_stride, block_stride;
-    const void* scales;  // of formats whose scales lie beside the rows (nvfp4, mxfp8, mxfp4); else NULL
+    const void*
+        scales;  // of formats whose scales lie beside the rows (nvfp4, mxfp4, mla-584, ...); else NULL
     ptrdiff_t scale_token_stride, scale_head_stride, scale_block_stride;
-    ptrdiff_t scale_group_stride;  // from one group of channels to the next; 0: 1
+    ptrdiff_t scale_group_stride;  // from one group of channels to the next; 0: one behind the other
 } kvq_rows;
 
 typedef struct kvq_row_blocks {
@@ -550,9 +559,10 @@ typedef struct kvq_row_blocks {
 } kvq_row_blocks;
 
 /// out = softmax(q K^T) V for the last q.tokens tokens of a sequence that another system keeps; nothing is
-/// copied. q: [m][q_heads][head_dim], out: [m][q_heads][value_dim]. Without lists, selected_tokens and
-/// skipped_mass. KVQ_ERROR_ARGUMENT for what does not fit, before rows are read, and for scales that are NaN
-/// or infinite; out is written in part then.
+/// copied. Values of latents: the same rows as keys, of which value_dim channels are read. Not MLX, whose
+/// biases have no place here. q: [m][q_heads][head_dim], out: [m][q_heads][value_dim]. Without lists,
+/// selected_tokens and skipped_mass. KVQ_ERROR_ARGUMENT for what does not fit, before rows are read, and for
+/// scales that are NaN or infinite; out is written in part then.
 KVQ_API kvq_status kvq_attend_rows(const kvq_rows* keys, const kvq_rows* values, const kvq_row_blocks* blocks,
                                    const kvq_tensor* q, const kvq_tensor* out,
                                    const kvq_attend_options* options);

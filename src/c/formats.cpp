@@ -142,6 +142,27 @@ kvq_status kvq_format_find_rows(const char* name, float tensor_scale, kvq_format
     });
 }
 
+kvq_status kvq_format_find_head_rows(const char* name, const float* scales, int32_t count, int32_t kv_heads,
+                                     kvq_format** out) {
+    return guard([&] {
+        place(name, "name");
+        place(scales, "scales");
+        place(out, "out");
+        const std::span all(scales, static_cast<std::size_t>(count < 0 ? 0 : count));
+        *out = make<kvq_format>(kvq::find_rows_format(name, all, kv_heads), name, kvq::cache_shape{});
+    });
+}
+
+kvq_status kvq_format_row_bytes(const kvq_format* format, int32_t dim, int32_t* row, int32_t* scales,
+                                int32_t* biases) {
+    return guard([&] {
+        const kvq::row_bytes bytes = kvq::bytes_of_row(get(format, "format").format, dim);
+        if (row) *row = bytes.row;
+        if (scales) *scales = bytes.scales;
+        if (biases) *biases = bytes.biases;
+    });
+}
+
 kvq_status kvq_format_free(kvq_format* format) { return free_handle(format, "format"); }
 
 kvq_status kvq_format_describe(const kvq_format* format, kvq_role role, int32_t tokens, int32_t dim,

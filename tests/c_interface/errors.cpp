@@ -296,6 +296,9 @@ TEST_CASE(
     REFUSES(kvq_format_list, MAY_BE_NULL(), 0, &entry);
     REFUSES(kvq_format_find, MAY_BE_NULL(2), "int8", KVQ_KEY, nullptr, &f.made_format);
     REFUSES(kvq_format_find_rows, MAY_BE_NULL(), "fp8", 0.5f, &f.made_format);
+    const float head_scales[2] = {0.5f, 2.0f};
+    REFUSES(kvq_format_find_head_rows, MAY_BE_NULL(), "fp8", head_scales, 2, 2, &f.made_format);
+    REFUSES(kvq_format_row_bytes, MAY_BE_NULL(2, 3, 4), f.format, 128, &f.n, &f.n, &f.n);
     REFUSES(kvq_format_free, MAY_BE_NULL(0), f.format);
     REFUSES(kvq_format_describe, MAY_BE_NULL(), f.format, KVQ_KEY, 32, dim, &description);
     REFUSES(kvq_format_page_bytes, MAY_BE_NULL(3), f.format, &f.shape, &f.bytes, &f.bytes);
@@ -677,6 +680,24 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     CHECK_REFUSED(kvq_attend_rows(&no_rows, &no_rows, &no_blocks, &f.q.t, &f.out.t, nullptr),
                   KVQ_ERROR_ARGUMENT, "no format of rows in the bytes of another system");
     CHECK_REFUSED(kvq_format_find_rows("q8_0", 2.0f, &f.made_format), KVQ_ERROR_ARGUMENT, "takes no scale");
+    const float head_scales[3] = {0.5f, 2.0f, 1.0f};
+    CHECK_REFUSED(kvq_format_find_head_rows("fp8", head_scales, 3, 2, &f.made_format), KVQ_ERROR_ARGUMENT,
+                  "fp8 needs a scale for each of 2 heads, but got 3");
+    CHECK_REFUSED(kvq_format_find_head_rows("fp8", head_scales, -1, 0, &f.made_format), KVQ_ERROR_ARGUMENT,
+                  "fp8 with scales of 0 heads");
+    CHECK_REFUSED(kvq_format_find_head_rows("mla-656", head_scales, 1, 1, &f.made_format), KVQ_ERROR_ARGUMENT,
+                  "mla-656 has no scales of heads");
+    CHECK_REFUSED(kvq_format_row_bytes(f.format, 128, &f.n, nullptr, nullptr), KVQ_ERROR_ARGUMENT,
+                  "no format of rows in the bytes of another system");
+    kvq_format* records = nullptr;
+    std::int32_t row = 0, beside = 0, biases = -1;
+    CHECK(kvq_format_find("mla-584", KVQ_KEY, nullptr, &records) == KVQ_OK);
+    CHECK(kvq_format_row_bytes(records, 512, &row, &beside, &biases) == KVQ_OK);
+    CHECK(row == 576);
+    CHECK(beside == 8);
+    CHECK(biases == 0);
+    CHECK_REFUSED(kvq_format_row_bytes(records, 0, &row, nullptr, nullptr), KVQ_ERROR_ARGUMENT, "0 channels");
+    CHECK(kvq_format_free(records) == KVQ_OK);
     CHECK_REFUSED(kvq_sequence_erase(f.s, -1, 5), KVQ_ERROR_ARGUMENT, "-1");
     CHECK_REFUSED(kvq_sequence_erase(f.s, 5, 10), KVQ_ERROR_ARGUMENT, "rotary");
     CHECK_REFUSED(kvq_sequence_shift(f.s, 0, 100, 1), KVQ_ERROR_ARGUMENT, "rotary");

@@ -5,7 +5,7 @@
 
 #include <cmath>
 #include <cstring>
-#include <kvq/schemes/token_records.hpp>
+#include <kvq/schemes/rotated_records.hpp>
 
 #include "support/golden.hpp"
 
@@ -88,8 +88,12 @@ TEST_CASE("rows of other systems: bytes and values are those of their definition
 }
 
 TEST_CASE("records of other systems: bytes and values are those of their definitions") {
-    REQUIRE(std::size(record_table) == std::size(kvq::record_layouts));
-    for (std::size_t i = 0; i < std::size(record_table); ++i) {
+    REQUIRE(std::size(record_table) == std::size(kvq::record_layouts) + 1);
+    const record_golden& rotated = record_table[std::size(kvq::record_layouts)];
+    const kvq::rotated_records int4(kvq::int4_token_head);
+    REQUIRE(int4.name() == rotated.name);
+    check_bytes(int4, rotated, rotated.dim);
+    for (std::size_t i = 0; i < std::size(kvq::record_layouts); ++i) {
         const kvq::token_records scheme(kvq::record_layouts[i]);
         REQUIRE(scheme.name() == record_table[i].name);
         INFO(scheme.name());

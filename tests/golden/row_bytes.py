@@ -533,6 +533,48 @@ def in_turns(scales, per_token):
     return out
 
 
+def torch_signs(n):
+    """torch.bernoulli(0.5) with vLLM's seed: bit 23 of MT19937's numbers."""
+    state = [0x9E3779B9]
+    for i in range(1, 624):
+        state.append((1812433253 * (state[-1] ^ (state[-1] >> 30)) + i) & 0xFFFFFFFF)
+    signs = []
+    for i in range(n):
+        y = (state[i] & 0x80000000) | (state[(i + 1) % 624] & 0x7FFFFFFF)
+        state[i] = state[(i + 397) % 624] ^ (y >> 1) ^ (0x9908B0DF if y & 1 else 0)
+        y = state[i] ^ (state[i] >> 11)
+        y ^= (y << 7) & 0x9D2C5680
+        y ^= (y << 15) & 0xEFC60000
+        signs.append(-1.0 if ((y ^ (y >> 18)) >> 23) & 1 else 1.0)
+    return signs
+
+
+def hadamard(row):
+    """By halves: [H, H; H, -H]."""
+    if len(row) == 1:
+        return row
+    a, b = hadamard(row[: len(row) // 2]), hadamard(row[len(row) // 2 :])
+    return [f32(x + y) for x, y in zip(a, b)] + [f32(x - y) for x, y in zip(a, b)]
+
+
+def int4_token_head(row):
+    """vLLM: behind the matrix, 4 bits between the smallest and the largest, and a zero point in the scale."""
+    signs = torch_signs(len(row))
+    y = hadamard([limited(x) * s if abs(limited(x)) < 2.0**100 else math.copysign(2.0**100, x) * s for x, s in zip(row, signs)])
+
+    def code(q):
+        return int(min(f32(q + 0.5), 15.0)) if q > 0 else 0
+
+    scale = max(f32(f32(max(y) - min(y)) / 15.0), f32(1e-6))
+    zero = code(f32(-min(y) / scale))
+    inverse = f32(1.0 / scale)
+    codes = [code(f32(f32(v * inverse) + zero)) for v in y]
+    bits = struct.unpack("<I", struct.pack("<f", scale))[0] & ~15
+    step = struct.unpack("<f", struct.pack("<I", bits))[0]
+    back = hadamard([f32((c - zero) * step) for c in codes])
+    return pairs(codes) + struct.pack("<I", bits | zero), b"", [f32(v * s / len(row)) for v, s in zip(back, signs)]
+
+
 # name: (channels, writer of a token, page ends at a multiple of)
 RECORDS = {
     "mla-656": (576, lambda row: mla_656(row, False), 16),
@@ -550,6 +592,7 @@ RECORDS = {
     "mlx-6-g64": (128, lambda row: mlx(row, 6), 16),
     "mlx-8-g64": (128, lambda row: mlx(row, 8), 16),
     "nvfp4-v4": (128, nvfp4, 16),
+    "int4-token-head": (128, int4_token_head, 16),
 }
 
 

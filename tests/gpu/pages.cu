@@ -497,8 +497,46 @@ struct paged {
     }
 };
 
+template <class From, class To>
+void check_convert_refusals(const cuda::cache_ref<From>& source, const cuda::cache_ref<To>& target,
+                            std::byte* workspace, std::size_t bytes, const char* name) {
+    const auto refused = [&](const char* part, const cuda::cache_ref<From>& from,
+                             const cuda::cache_ref<To>& to, std::byte* memory, std::size_t size) {
+        const auto status = cuda::convert_pages(from, to, memory, size, nullptr, nullptr);
+        CHECK(!status && std::strstr(status.message, part) != nullptr, "%s: \"%s\" is not in \"%s\"", name,
+              part, status.message);
+    };
+    const std::size_t of_page = cuda::convert_workspace_bytes<To>(target.kv_heads, 1);
+    refused("bytes of workspace", source, target, nullptr, bytes);
+    refused("bytes of workspace", source, target, workspace, of_page - 1);
+    refused("a multiple of 16", source, target, workspace + 8, bytes);
+    auto from = source;
+    from.sequences -= 1;
+    refused("source has 2 sequences", from, target, workspace, bytes);
+    from = source;
+    from.kv_heads -= 1;
+    refused(from.kv_heads == 0 ? "0 kv heads" : "target 3 of", from, target, workspace, bytes);
+    from = source;
+    from.key_pages = nullptr;
+    refused("no pages", from, target, workspace, bytes);
+    from = source;
+    from.block_table = nullptr;
+    refused("null pointers", from, target, workspace, bytes);
+    auto to = target;
+    to.key_page_bytes += 8;
+    refused("multiple of 16 bytes apart", source, to, workspace, bytes);
+    to = target;
+    to.key_page_bytes -= 16;
+    refused("are smaller than", source, to, workspace, bytes);
+    to = target;
+    to.table_columns = 0;
+    refused("0 block table columns", source, to, workspace, bytes);
+    to.table_columns = 1 << 28;
+    refused("more than 2^28 tokens", source, to, workspace, bytes);
+}
+
 /// Pages of From to pages of To and back, in turns of two pages and in one: the CPU's bytes; what no table
-/// names stays.
+/// names stays. Refusals write nothing.
 template <class From, class To>
 void check_convert(const char* name, int heads = 2) {
     test::rng r(static_cast<unsigned>(From::page_tokens * 3 + To::page_tokens));
@@ -533,11 +571,17 @@ void check_convert(const char* name, int heads = 2) {
         };
         const std::size_t bytes = cuda::convert_workspace_bytes<T>(heads, turn);
         const test::device_buffer<std::byte> workspace(bytes);
-        const auto status = cuda::convert_pages(
+        auto* const memory = const_cast<std::byte*>(workspace.get());
+        const cuda::cache_ref<S> of_source =
             ref(source, const_cast<std::byte*>(from_keys.get()), const_cast<std::byte*>(from_values.get()),
-                const_cast<int*>(from_table.get())),
-            ref(target, keys.get(), values.get(), const_cast<int*>(table.get())),
-            const_cast<std::byte*>(workspace.get()), bytes, nullptr, nullptr);
+                const_cast<int*>(from_table.get()));
+        const cuda::cache_ref<T> of_target =
+            ref(target, keys.get(), values.get(), const_cast<int*>(table.get()));
+        check_convert_refusals(of_source, of_target, memory, bytes, name);
+        CUDA_OK(cudaDeviceSynchronize());
+        CHECK(keys.download() == target.bytes[0] && values.download() == target.bytes[1],
+              "%s: a refusal wrote", name);
+        const auto status = cuda::convert_pages(of_source, of_target, memory, bytes, nullptr, nullptr);
         CHECK(status, "%s: %s", name, status.message);
         CUDA_OK(cudaDeviceSynchronize());
         paged<S> held = source;

@@ -7,7 +7,7 @@
 #include <kvq/format/find_format.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/schemes/presets.hpp>
-#include <kvq/schemes/token_records.hpp>
+#include <kvq/schemes/rotated_records.hpp>
 #include <set>
 #include <sstream>
 #include <string>
@@ -86,7 +86,8 @@ int each_format_of_every_level(F&& f) {
 bool is_row_format(const std::string& name) {
     const auto has = [&](const auto& l) { return name == l.name; };
     return std::any_of(std::begin(kvq::row_layouts), std::end(kvq::row_layouts), has) ||
-           std::any_of(std::begin(kvq::record_layouts), std::end(kvq::record_layouts), has);
+           std::any_of(std::begin(kvq::record_layouts), std::end(kvq::record_layouts), has) ||
+           name == kvq::int4_token_head.name;
 }
 /// Records of models with one head_dim.
 bool has_own_head_dim(const std::string& name) {

@@ -12,7 +12,7 @@
 #include <kvq/cpu/simd.hpp>
 #include <kvq/kvq.hpp>
 #include <kvq/schemes/head_rows.hpp>
-#include <kvq/schemes/token_records.hpp>
+#include <kvq/schemes/rotated_records.hpp>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -261,10 +261,11 @@ struct records {
     kvq::rows_view view;
 
     /// heads_first: [block][head][token], else [block][token][head]. Scales of inline records lie in the rows.
-    records(test::generator& random, const kvq::record_layout& l, int tokens, int heads, int dim,
-            bool heads_first, const std::vector<std::int32_t>& table, int blocks, int block_tokens)
+    template <class Scheme>
+    records(test::generator& random, const Scheme& scheme, int tokens, int heads, int dim, bool heads_first,
+            const std::vector<std::int32_t>& table, int blocks, int block_tokens)
         : values(static_cast<std::size_t>(tokens * heads * dim)) {
-        const kvq::token_records scheme(l);
+        const kvq::record_layout& l = scheme.layout();
         const int row = l.row_bytes(dim), behind = l.bytes_behind(dim), size = l.scale_bytes();
         view.rows = kvq::make_format<kvq::simd<>>(scheme);
         view.token_stride = heads_first ? row : row * heads;
@@ -292,7 +293,7 @@ struct records {
         std::vector<std::byte> block(scheme.block_bytes(one));
         for (int t = 0; t < tokens; ++t)
             for (int h = 0; h < heads; ++h) {
-                const auto x = random.normals(static_cast<std::size_t>(dim));
+                auto x = random.normals(static_cast<std::size_t>(dim));
                 scheme.quantize(one, {}, x.data(), block.data());
                 scheme.dequantize(one, {}, block.data(),
                                   values.data() + (t * heads + h) * static_cast<std::ptrdiff_t>(dim));
@@ -319,7 +320,8 @@ TEST_CASE("records in the memory of other systems: attention is that of double o
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
     kvq::workspace memory;
-    for (const kvq::record_layout& l : kvq::record_layouts)
+    const auto check = [&](const auto& scheme) {
+        const kvq::record_layout& l = scheme.layout();
         for (int round = 0; round < 3; ++round) {
             const bool latent = l.head_dim > 128;
             const int dim = l.head_dim > 0 ? l.head_dim : 64 * random.between(1, 2),
@@ -340,8 +342,8 @@ TEST_CASE("records in the memory of other systems: attention is that of double o
             for (int i = blocks - 1; i > 0; --i)
                 std::swap(table[static_cast<std::size_t>(i)],
                           table[static_cast<std::size_t>(random.between(0, i))]);
-            records k(random, l, tokens, heads, dim, heads_first, table, blocks, block_tokens);
-            records v(random, l, tokens, heads, dim, heads_first, table, blocks, block_tokens);
+            records k(random, scheme, tokens, heads, dim, heads_first, table, blocks, block_tokens);
+            records v(random, scheme, tokens, heads, dim, heads_first, table, blocks, block_tokens);
             const records& of_values = latent ? k : v;
             const auto q = random.normals(static_cast<std::size_t>(queries * heads * group * dim));
             const kvq::token_view<const float> of_q(q.data(), queries, heads * group, dim);
@@ -370,6 +372,9 @@ TEST_CASE("records in the memory of other systems: attention is that of double o
             attend(again, pool);
             CHECK(again == out);
         }
+    };
+    for (const kvq::record_layout& l : kvq::record_layouts) check(kvq::token_records(l));
+    check(kvq::rotated_records(kvq::int4_token_head));
 }
 
 TEST_CASE("records in the memory of other systems: what is refused") {
@@ -385,10 +390,13 @@ TEST_CASE("records in the memory of other systems: what is refused") {
                                               kvq::output_view(out.data(), 1, 1, value_dim), memory),
                              message, std::invalid_argument);
     };
-    records latents(random, kvq::record_layout_named("mla-656"), 20, 1, 576, true, table, 2, 16),
-        others(random, kvq::record_layout_named("mla-656"), 20, 1, 576, true, table, 2, 16),
-        index(random, kvq::record_layout_named("index-132"), 20, 1, 128, true, table, 2, 16),
-        mlx(random, kvq::record_layout_named("mlx-4-g64"), 20, 1, 64, true, table, 2, 16);
+    records latents(random, kvq::token_records(kvq::record_layout_named("mla-656")), 20, 1, 576, true, table,
+                    2, 16),
+        others(random, kvq::token_records(kvq::record_layout_named("mla-656")), 20, 1, 576, true, table, 2,
+               16),
+        index(random, kvq::token_records(kvq::record_layout_named("index-132")), 20, 1, 128, true, table, 2,
+              16),
+        mlx(random, kvq::token_records(kvq::record_layout_named("mlx-4-g64")), 20, 1, 64, true, table, 2, 16);
     refused(latents.view, latents.view, 512, 512, "kvq: mla-656 has 576 channels, but head_dim is 512");
     // Values that are not the keys' records have all channels.
     refused(latents.view, others.view, 576, 512, "kvq: mla-656 has 576 channels, but head_dim is 512");

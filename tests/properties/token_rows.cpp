@@ -8,7 +8,7 @@
 #include <kvq/cpu/scalar.hpp>
 #include <kvq/io/page_transfer.hpp>
 #include <kvq/schemes/head_rows.hpp>
-#include <kvq/schemes/token_records.hpp>
+#include <kvq/schemes/rotated_records.hpp>
 #include <map>
 #include <memory>
 
@@ -226,7 +226,7 @@ TEST_CASE(
         const kvq::token_records scheme(l);
         for (int round = 0; round < 6; ++round) {
             auto s = test::random_shape(random, 40);
-            s.tokens = std::max(s.tokens, 4);
+            s.tokens = std::max(s.tokens, 20);
             s.dim = l.head_dim > 0 ? l.head_dim : 64 * random.between(1, 4);
             const auto x = random.normals(s.values(), round % 2 ? 1.0f : 5.0f);
             const auto y = test::dequantized(scheme, s, test::quantized(scheme, s, x));
@@ -245,6 +245,38 @@ TEST_CASE(
             CHECK(std::none_of(z.begin(), z.end(), [](float v) { return !std::isfinite(v); }));
         }
     }
+    // vLLM's int4 behind a matrix with signs: outliers spread over all channels.
+    const std::vector<float> signs(64, -1.0f);
+    const kvq::rotated_records own(kvq::int4_token_head, signs), vllm(kvq::int4_token_head);
+    CHECK(own.fingerprint() != vllm.fingerprint());
+    for (const kvq::rotated_records* const scheme : {&own, &vllm}) {
+        kvq::block_shape s{kvq::tensor::key, random.between(1, 40), 64};
+        auto x = random.normals(s.values());
+        for (std::size_t i = 5; i < x.size(); i += 64) x[i] = 30.0f;
+        const auto y = test::dequantized(*scheme, s, test::quantized(*scheme, s, x));
+        double error = 0, power = 0;
+        for (std::size_t i = 0; i < x.size(); ++i) {
+            error += std::pow(static_cast<double>(x[i]) - static_cast<double>(y[i]), 2);
+            power += i % 64 == 5 ? 0.0 : std::pow(static_cast<double>(x[i]), 2);
+        }
+        CHECK(error < 0.15 * power);
+        const auto hostile = test::hostile_block(random, s);
+        std::uint32_t not_finite = 0, wanted = 0;
+        const auto z = test::dequantized(*scheme, s, test::quantized(*scheme, s, hostile, &not_finite));
+        for (const float v : hostile) wanted += std::isfinite(v) ? 0 : 1;
+        CHECK(not_finite == wanted);
+        CHECK(std::none_of(z.begin(), z.end(), [](float v) { return !std::isfinite(v); }));
+    }
+    const auto refuses_int4 = [](const kvq::rotated_records& scheme, int dim) {
+        return test::message_of([&] { scheme.check({1, 1, dim}, kvq::tensor::key); });
+    };
+    CHECK(refuses_int4(vllm, 96) ==
+          "kvq: int4-token-head has 512 channels at most and a power of two, but head_dim is 96");
+    CHECK(refuses_int4(own, 128) == "kvq: int4-token-head has 64 channels, but head_dim is 128");
+    CHECK(test::message_of([] {
+              const float half[] = {1.0f, 0.5f};
+              (void)kvq::rotated_records(kvq::int4_token_head, half);
+          }) == "kvq: int4-token-head: sign 1 is 0.500000, neither 1 nor -1");
     const auto refuses = [](const char* name, int dim) {
         return test::message_of([&] {
             kvq::token_records(kvq::record_layout_named(name)).check({1, 1, dim}, kvq::tensor::key);

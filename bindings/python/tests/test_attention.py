@@ -75,6 +75,8 @@ class OtherMemory(Base):
                 ]
                 out = kvq.attend_rows(*sides, q, tokens=tokens, block_table=table, threads=kvq.Threads(2))
                 self.expect(out, expected, most)
+        self.records_of_latents()
+        self.scales_of_heads()
         for name, given in (("data", {}), ("scales", {"scales": [[1]]})):
             with self.assertRaisesRegex(TypeError, f"{name} is a list, neither a numpy array"):
                 kvq.Rows("fp8", [[1, 2]] if name == "data" else memory[0][0], **given)
@@ -92,6 +94,54 @@ class OtherMemory(Base):
             kvq.attend_rows(of, of, q, tokens=tokens)
         with self.assertRaisesRegex(kvq.ArgumentError, "block 0 of the table is 12, but the memory has 12 blocks"):
             kvq.attend_rows(*sides, q, tokens=16, block_table=[12])
+
+
+    def records_of_latents(self):
+        """Pages of SGLang and vLLM: mla-584 with its scales behind the rows of a page, padded to 576 bytes."""
+        blocks, block_tokens, tokens = 4, 20, 70
+        table = self.rng.permutation(blocks)
+        order = (table[:, None] * block_tokens + np.arange(block_tokens)).reshape(-1)[:tokens]
+        layouts = (("mla-656", 576, 512, 656, 0), ("mla-584", 512, 512, 576, 8), ("int4-token-head", 128, 128, 68, 0),
+                   ("index-132", 128, 128, 128, 4))
+        for name, dim, value_dim, row, beside in layouts:
+            page_bytes = (row + beside) * block_tokens
+            if name == "mla-584":
+                page_bytes = -(-page_bytes // 576) * 576
+            of = kvq.Format(name, "key")
+            pages, held = np.zeros((blocks, page_bytes), np.uint8), np.empty((blocks * block_tokens, 1, dim), np.float32)
+            for b in range(blocks):
+                x = self.tensor(block_tokens, 1, dim)
+                page = np.frombuffer(of.quantize(x), np.uint8)
+                pages[b, : min(page.size, page_bytes)] = page[:page_bytes]
+                of.dequantize(page.tobytes(), held[b * block_tokens : (b + 1) * block_tokens])
+            behind = row * block_tokens
+            data = pages[:, :behind].reshape(blocks, block_tokens, 1, row)
+            scales = pages[:, behind : behind + beside * block_tokens].reshape(blocks, block_tokens, 1, beside)
+            latents = kvq.Rows(name, data, scales=scales if beside else None)
+            q = self.tensor(3, 8, dim)
+            out = kvq.attend_rows(latents, latents, q, tokens=tokens, block_table=table, value_dim=value_dim)
+            self.expect(out, attention(q, held[order], held[order][..., :value_dim])[0], 2e-5)
+        with self.assertRaisesRegex(kvq.ArgumentError, "128 bytes and 4 of scales .* 64 channels take 64 and 0"):
+            kvq.attend_rows(latents, latents, self.tensor(1, 8, 64), tokens=tokens)
+        with self.assertRaisesRegex(kvq.ArgumentError, "keys are index-132, whose scales lie beside the rows, but scales is null"):
+            few = kvq.Rows(name, data)
+            few._row = (128, 4)
+            kvq.attend_rows(few, few, q, tokens=tokens)
+        with self.assertRaisesRegex(kvq.ArgumentError, "mla-656 takes no scale of the tensor, but got 2"):
+            kvq.Rows("mla-656", data, tensor_scale=2.0)
+
+    def scales_of_heads(self):
+        scales = self.rng.uniform(0.5, 2, KV).astype(np.float32)
+        numbers = self.rng.integers(0, 126, (3, 16, KV, 32), np.uint8)
+        page = np.concatenate([numbers.transpose(2, 0, 1, 3).reshape(KV, -1)]).tobytes()
+        held = kvq.Format("fp8", "key").dequantize(page, np.empty((48, KV, 32), np.float32)) * scales[:, None]
+        rows = kvq.Rows("fp8", numbers, tensor_scale=scales)
+        q = self.tensor(1, Q, 32) / 100
+        expected = attention(q, held, held)[0]
+        self.expect(kvq.attend_rows(rows, rows, q, tokens=48), expected, 1e-5 * np.abs(expected).max())
+        with self.assertRaisesRegex(kvq.ArgumentError, f"fp8 has scales for 1 layers of 3 heads, but there are 1 of {KV}"):
+            few = kvq.Rows("fp8", numbers, tensor_scale=[1.0, 2.0, 3.0])
+            kvq.attend_rows(few, few, q, tokens=48)
 
 
 class Dropped(Base):

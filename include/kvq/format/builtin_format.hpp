@@ -20,7 +20,7 @@ struct builtin_format {
     bool takes_statistics;  ///< keys that can be made from statistics (quant/calibration.hpp)
     int group;              ///< the G at the end of the name; 0: none
     /// group: another G, for an entry that has one. statistics: the bytes of calibration::save(), or null; of
-    /// a row_layout those of a float, the scale of the tensor.
+    /// a row_layout those of a float, the scale of the tensor, or with group heads those of their scales.
     format (*make)(int group, const std::byte* statistics, std::size_t bytes);
 };
 

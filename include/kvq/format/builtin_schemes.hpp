@@ -14,10 +14,11 @@
 #include <utility>
 
 #include "../core/tagged_vector.hpp"
+#include "../schemes/head_rows.hpp"
 #include "../schemes/int8.hpp"
 #include "../schemes/kivi.hpp"
 #include "../schemes/presets.hpp"
-#include "../schemes/token_records.hpp"
+#include "../schemes/rotated_records.hpp"
 #include "builtin_format.hpp"
 #include "make_format.hpp"
 
@@ -81,10 +82,13 @@ void add_builtin_preset(builtin_list& list) {
 }
 
 template <class Backend, class Scheme, const auto& Layouts, int At>
-format make_builtin_layout(int, const std::byte* tensor_scale, std::size_t bytes) {
-    if constexpr (std::is_constructible_v<Scheme, const row_layout&, float>)
-        if (bytes == sizeof(float))
-            return make_format<Backend>(Scheme(Layouts[At], load_as<float>(tensor_scale)));
+format make_builtin_layout(int kv_heads, const std::byte* scales, std::size_t bytes) {
+    if constexpr (std::is_constructible_v<Scheme, const row_layout&, float>) {
+        if (kv_heads != 0)
+            return make_format<Backend>(head_rows(
+                Layouts[At], {reinterpret_cast<const float*>(scales), bytes / sizeof(float)}, kv_heads));
+        if (bytes == sizeof(float)) return make_format<Backend>(Scheme(Layouts[At], load_as<float>(scales)));
+    }
     return make_format<Backend>(Scheme(Layouts[At]));
 }
 /// All layouts of a list, which one scheme reads.
@@ -141,6 +145,11 @@ void add_builtin_part(builtin_list& list) {
             list, std::make_integer_sequence<int, std::size(row_layouts)>{});
         add_builtin_layouts<Backend, Wanted, token_records, record_layouts>(
             list, std::make_integer_sequence<int, std::size(record_layouts)>{});
+        if constexpr (Wanted(int4_token_head.name))
+            list.push_back({int4_token_head.name, true, true, false, 0,
+                            [](int, const std::byte*, std::size_t) -> format {
+                                return make_format<Backend>(rotated_records(int4_token_head));
+                            }});
     }
 }
 

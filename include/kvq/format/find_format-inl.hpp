@@ -120,13 +120,39 @@ KVQ_FUNC format find_format(std::string_view name, tensor role, const calibratio
     return detail::asked_as(name, entry->make(group, saved.data(), saved.size()));
 }
 
-KVQ_FUNC format find_rows_format(std::string_view name, float tensor_scale) {
+namespace detail {
+
+/// kv_heads: 0 with the scale of a tensor.
+KVQ_FUNC format rows_with_scales(std::string_view name, std::span<const float> scales, int kv_heads) {
     const format plain = find_format(name, tensor::key);
-    detail::expect(plain.functions().of_places.keys != nullptr, std::string(name),
-                   " is no format of rows whose tensor has a scale, such as fp8 and nvfp4");
-    const auto bytes = std::as_bytes(std::span(&tensor_scale, 1));
-    return detail::asked_as(
-        name, detail::find_builtin(name, tensor::key).entry->make(0, bytes.data(), bytes.size()));
+    expect(plain.functions().of_places.bytes != nullptr, std::string(name),
+           " is no format of rows in the bytes of another system, such as fp8 and nvfp4");
+    if (plain.functions().of_places.keys == nullptr) {  // records
+        expect(kv_heads == 0, std::string(name), " has no scales of heads");
+        expect(scales[0] == 1.0f, std::string(name), " takes no scale of the tensor, but got ", scales[0]);
+        return plain;
+    }
+    const auto bytes = std::as_bytes(scales);
+    return asked_as(name, find_builtin(name, tensor::key).entry->make(kv_heads, bytes.data(), bytes.size()));
+}
+
+}
+
+KVQ_FUNC format find_rows_format(std::string_view name, std::span<const float> scales, int kv_heads) {
+    detail::expect(kv_heads >= 1, std::string(name), " with scales of ", kv_heads, " heads");
+    return detail::rows_with_scales(name, scales, kv_heads);
+}
+
+KVQ_FUNC format find_rows_format(std::string_view name, float tensor_scale) {
+    return detail::rows_with_scales(name, std::span(&tensor_scale, 1), 0);
+}
+
+KVQ_FUNC row_bytes bytes_of_row(const format& rows, int dim) {
+    const row_place_functions& places = rows.functions().of_places;
+    detail::expect(places.bytes != nullptr, rows.asked_name(),
+                   " is no format of rows in the bytes of another system");
+    detail::expect(dim >= 1 && dim <= 1 << 20, "rows of ", dim, " channels");
+    return places.bytes(rows.scheme(), dim);
 }
 
 KVQ_FUNC cache_options preset(std::string_view name, int recent) {

@@ -17,6 +17,7 @@
 // file that includes format/define_builtin_formats.hpp.
 #pragma once
 
+#include <span>
 #include <string_view>
 
 #include "../cache/preset_options.hpp"
@@ -40,9 +41,13 @@ void for_each_format(F&& f) {
 /// The format made from statistics, if it takes them; else the same as without them.
 [[nodiscard]] format find_format(std::string_view name, tensor role, const calibration& statistics);
 
-/// A row_layout whose tensor has this scale, by which its numbers were divided: "fp8", "nvfp4". Raises
-/// kvq::error for other formats, and unless the scale is positive.
+/// A row_layout whose tensor has this scale, by which its numbers were divided: "fp8", "nvfp4". Other rows
+/// and records have the scale 1. Raises kvq::error for other formats, and unless the scale is positive.
 [[nodiscard]] format find_rows_format(std::string_view name, float tensor_scale);
+/// The same with a scale for each head: [kv_heads] or [layers][kv_heads].
+[[nodiscard]] format find_rows_format(std::string_view name, std::span<const float> scales, int kv_heads);
+/// Bytes of a token of one head of such rows, or of records. Raises kvq::error for other formats.
+[[nodiscard]] row_bytes bytes_of_row(const format& rows, int dim);
 
 /// K and V in the formats of one name, with the window and the page size of presets.
 [[nodiscard]] cache_options preset(std::string_view name, int recent = 32);

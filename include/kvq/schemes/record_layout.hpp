@@ -21,14 +21,14 @@
 //   power_of_two     2^ceil(log2(max(max|x| / M, 1e-4)))
 //   by_inverse       max(max|x| / M, 1e-6); numbers are x * (1 / scale), int8 without its fraction
 //   edges            of the end with the larger magnitude: a whole number of steps from zero
+//   zero_point       s = max((max - min) / 15, 1e-6) without its lowest four bits, which hold z = -min / s,
+//                    and numbers x / s + z, both rounded to the nearest of 0 to 15 (rotated_records.hpp)
 //
 // Pages of mla-584 are zeros up to a multiple of 576 bytes, others of 16. Two e2m1 in a byte: the even
 // channel in its low half. B bits: a stream from the lowest bit of the first byte on, which is MLX's words.
 // mlx: the scales of all tokens, then their biases. nvfp4-v4, TensorRT-LLM's values: the scales of four
 // tokens take turns, [tokens / 4][k][4]; else it is nvfp4. schemes/token_records.hpp is the scheme.
-// Contract: that of schemes/row_layout.hpp; magnitudes above 2^126 saturate. vLLM's int4 with a scale per
-// token and head is not here: its codes are behind a Hadamard matrix with random signs of torch, and a 16-bit
-// product.
+// Contract: that of schemes/row_layout.hpp; magnitudes above 2^126 saturate.
 // Sources: FlashMLA, README and tests/quant.py (656, 584); vLLM, fp8_ds_mla, indexer_k_quant_and_cache and
 // *_per_token_head; vllm#56893 (528, 288: bytes; the rules are those of 584 and of nvfp4); MLX, quantize;
 // FlashInfer, nvfp4_quantize_paged_kv_cache (nvfp4-v4).
@@ -42,7 +42,7 @@ namespace kvq { inline namespace v0_3 {
 struct record_layout {
     enum class number : unsigned char { e4m3, e2m1, int8, bits };
     enum class stored : unsigned char { fp32, fp16, e4m3, e8m0 };
-    enum class rule : unsigned char { quotient, power_of_two, by_inverse, edges };
+    enum class rule : unsigned char { quotient, power_of_two, by_inverse, edges, zero_point };
 
     const char* name;
     int head_dim;  ///< 0: any

@@ -8,6 +8,7 @@
 // keeps them (attention/attend_rows.hpp).
 #pragma once
 
+#include <array>
 #include <cstring>
 
 #include "record_layout.hpp"
@@ -128,6 +129,10 @@ struct token_records {
             quantize_between(range, x, n, codes, scale, bias_at(s, scale));
             return range.not_finite;
         }
+        if (l.fit == rule::zero_point) {
+            quantize_from_zero(range, x, n, codes, scale);
+            return range.not_finite;
+        }
         float step = 0.0f;
         if (l.fit == rule::quotient)
             step = detail::rounded_quotient(detail::larger(limited(range.magnitude()), l.least), most());
@@ -178,6 +183,13 @@ private:
     using number = record_layout::number;
     using stored = record_layout::stored;
     using rule = record_layout::rule;
+    static constexpr std::uint32_t zero_bits = 15;
+    template <class Number, std::size_t Codes>
+    static constexpr std::array<float, Codes> numbers_of_codes = [] {
+        std::array<float, Codes> of{};
+        for (std::size_t i = 0; i < Codes; ++i) of[i] = Number::to_float(static_cast<std::uint8_t>(i));
+        return of;
+    }();
 
     template <class Byte>
     KVQ_HD KVQ_INLINE Byte* scale_at(const block_shape& s, Byte* block, int token, int group) const noexcept {
@@ -197,14 +209,16 @@ private:
     }
     /// What numbers of a group stand for.
     struct grid {
-        float step, add = 0.0f;
+        float step, zero = 0.0f, add = 0.0f;
 
         KVQ_HD KVQ_INLINE grid(const token_records& r, const std::byte* scale, const std::byte* bias) noexcept
             : step(r.stored_scale(scale)) {
             if (r.layout_.biased()) add = half(bias);
+            if (r.layout_.fit == rule::zero_point)
+                zero = static_cast<float>(detail::load_as<std::uint32_t>(scale) & zero_bits);
         }
         KVQ_HD KVQ_INLINE float value(float number, bool biased) const noexcept {
-            const float x = rounded_product(number, step);
+            const float x = rounded_product(number - zero, step);
             return biased ? x + add : x;
         }
     };
@@ -214,12 +228,31 @@ private:
         const record_layout& l = layout_;
         const int n = l.group_of(dim), scaled = l.scaled_channels(dim);
         bool finite = true;
-        for (int g = 0; g < l.groups(dim); ++g, scales += group_stride) {
-            const grid of(*this, scales, biases);
-            if (l.biased()) biases += group_stride;
-            finite = finite && detail::is_finite(of.step) && detail::is_finite(of.add);
-            for (int i = g * n; i < (g + 1) * n; ++i)
-                values[i] = of.value(number_of(code_at(row, i)), l.biased());
+        const auto groups = [&](const auto& number_at) {
+            const std::byte *scale = scales, *bias = biases;
+            for (int g = 0; g < l.groups(dim); ++g, scale += group_stride) {
+                const grid of(*this, scale, bias);
+                if (l.biased()) bias += group_stride;
+                finite = finite && detail::is_finite(of.step) && detail::is_finite(of.add);
+                if (l.biased())
+                    for (int i = g * n; i < (g + 1) * n; ++i) values[i] = of.value(number_at(i), true);
+                else
+                    for (int i = g * n; i < (g + 1) * n; ++i) values[i] = (number_at(i) - of.zero) * of.step;
+            }
+        };
+        const auto* const bytes = reinterpret_cast<const std::uint8_t*>(row);
+        switch (l.numbers) {
+            case number::e4m3:
+                groups([&](int i) { return numbers_of_codes<e4m3, 256>[bytes[i]]; });
+                break;
+            case number::e2m1:
+                groups([&](int i) { return numbers_of_codes<e2m1, 16>[bytes[i / 2] >> i % 2 * 4 & 15]; });
+                break;
+            case number::int8:
+                groups([&](int i) { return static_cast<float>(static_cast<std::int8_t>(bytes[i])); });
+                break;
+            default:
+                groups([&](int i) { return static_cast<float>(code_at(row, i)); });
         }
         const std::byte* const wide = row + (l.row_bytes(dim) - 2 * l.wide);
         for (int c = 0; c < l.wide; ++c)
@@ -287,7 +320,9 @@ private:
     KVQ_HD KVQ_INLINE float stored_scale(const std::byte* from) const noexcept {
         switch (layout_.scale) {
             case stored::fp32:
-                return detail::load_as<float>(from);
+                return layout_.fit == rule::zero_point
+                           ? detail::bit_cast<float>(detail::load_as<std::uint32_t>(from) & ~zero_bits)
+                           : detail::load_as<float>(from);
             case stored::fp16:
                 return half(from);
             case stored::e4m3:
@@ -331,6 +366,21 @@ private:
             const float q = nearest(detail::rounded_quotient(limited(x[i]) - start, step));
             codes.put(static_cast<unsigned>(q > 0.0f ? detail::smaller(q, top) : 0.0f));
         }
+    }
+    /// vLLM's rule of int4: halves away from zero.
+    template <class X>
+    KVQ_HD KVQ_INLINE void quantize_from_zero(const detail::row_range& range, const X& x, int n,
+                                              code_writer& codes, std::byte* scale) const {
+        const auto code = [](float q) {
+            return static_cast<unsigned>(q > 0.0f ? detail::smaller(q + 0.5f, 15.0f) : 0.0f);
+        };
+        const float low = limited(range.low), high = limited(range.high);
+        const float step = detail::larger(detail::rounded_quotient(high - low, 15.0f), layout_.least),
+                    inverse = detail::rounded_inverse(step);
+        const unsigned zero = code(detail::rounded_quotient(-low, step));
+        for (int i = 0; i < n; ++i)
+            codes.put(code(rounded_product(limited(x[i]), inverse) + static_cast<float>(zero)));
+        detail::store_as(scale, (detail::bit_cast<std::uint32_t>(step) & ~zero_bits) | zero);
     }
     /// Nearest integer, ties to even.
     KVQ_HD KVQ_INLINE static float nearest(float q) noexcept {

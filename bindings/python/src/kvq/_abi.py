@@ -309,6 +309,8 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_format_list": [c_int32, POINTER(kvq_format_entry)],
     "kvq_format_find": [c_char_p, c_int32, handle, POINTER(handle)],
     "kvq_format_find_rows": [c_char_p, c_float, POINTER(handle)],
+    "kvq_format_find_head_rows": [c_char_p, POINTER(c_float), c_int32, c_int32, POINTER(handle)],
+    "kvq_format_row_bytes": [handle, c_int32, POINTER(c_int32), POINTER(c_int32), POINTER(c_int32)],
     "kvq_format_free": [handle],
     "kvq_format_describe": [handle, c_int32, c_int32, c_int32, POINTER(kvq_format_description)],
     "kvq_format_page_bytes": [handle, POINTER(kvq_page_shape), POINTER(c_size_t), POINTER(c_size_t)],

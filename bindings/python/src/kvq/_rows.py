@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Iterable, Optional
+from typing import Any, Iterable, Optional, Sequence, Union
 
 from . import _abi
 from ._attention import Call, Mods, Threads, Workspace
@@ -13,24 +13,39 @@ from ._tensors import Tensor, _memory, empty_beside, integers, is_torch, rows, t
 _ORDERS = {"NHD": (1, 2), "HND": (2, 1)}  # axes of tokens and heads
 
 
+_BYTE_SCALES = ("nvfp4", "nvfp4-4over6", "mxfp8", "mxfp4", "mla-584", "index-68")
+
+
+def _format_of(name: str, scale: Union[float, Sequence[float]]) -> Any:
+    """With the scale of the tensor, or with one for each kv head."""
+    if hasattr(scale, "__len__") and getattr(scale, "ndim", 1) > 0:
+        scales = [float(x) for x in scale]
+        n = len(scales)
+        return ask(library.kvq_format_find_head_rows, text(name), (ctypes.c_float * n)(*scales), n, n)
+    return ask(library.kvq_format_find_rows, text(name), float(scale))
+
+
 class Rows:
     """Keys or values of one layer in blocks of another system, such as a cache of vLLM. Nothing is copied.
 
-    format        of rows in the bytes of another system: "fp8", "nvfp4", "q8_0", ... (docs/guide/formats.md)
-    data          one byte a number: [blocks][block_tokens][kv_heads][bytes of a row] ("NHD"), or
+    format        of rows in the bytes of another system: "fp8", "q8_0", "mla-656", ... (docs/guide/formats.md), not MLX
+    data          bytes: [blocks][block_tokens][kv_heads][bytes of a row] ("NHD"), or
                   [blocks][kv_heads][block_tokens][bytes of a row] ("HND"); a numpy array or a torch tensor of the CPU, any
                   strides but those of a row's bytes
     order         "NHD" or "HND"
-    tensor_scale  by which numbers were divided (vLLM's k_scale, v_scale): fp8, nvfp4
-    scales        where they lie beside the rows (nvfp4, mxfp8, mxfp4): as data, the last axis the groups of channels
+    tensor_scale  by which numbers were divided (vLLM's k_scale, v_scale): fp8, nvfp4; or one for each kv head
+    scales        where they lie beside the rows (nvfp4, mxfp4, mla-584, ...): as data, the last axis the bytes of a token;
+                  of formats with a scale in one byte they may have any strides
+
+    Latents have one kv head, and one object is keys and values.
     """
 
-    def __init__(self, format: str, data: Tensor, *, order: str = "NHD", tensor_scale: float = 1.0,
+    def __init__(self, format: str, data: Tensor, *, order: str = "NHD", tensor_scale: Union[float, Sequence[float]] = 1.0,
                  scales: Optional[Tensor] = None) -> None:
         if order not in _ORDERS:
             raise ArgumentError(f'kvq: order is {order!r}, neither "NHD" nor "HND"')
         tokens, heads = _ORDERS[order]
-        self._format = Handle(ask(library.kvq_format_find_rows, text(format), float(tensor_scale)), library.kvq_format_free)
+        self._format = Handle(_format_of(format, tensor_scale), library.kvq_format_free)
         self._held = (data, scales)
         self._c = _abi.kvq_rows(format=self._format.address)
         for name, x in (("data", data), ("scales", scales)):
@@ -49,22 +64,21 @@ class Rows:
             if name == "scales":
                 if x.shape[:3] != data.shape[:3]:
                     raise ArgumentError(f"kvq: scales have shape {list(x.shape)}, but data {list(data.shape)}")
-                self._c.scale_group_stride = strides[3]
+                self._c.scale_group_stride = strides[3] if format in _BYTE_SCALES else 0
+                if x.shape[3] > 1 and strides[3] != 1 and format not in _BYTE_SCALES:
+                    raise ArgumentError(f"kvq: scales have strides {list(strides)}; those of a token must be contiguous")
             elif x.shape[3] > 1 and strides[3] != 1:
                 raise ArgumentError(f"kvq: data has strides {list(strides)}; the bytes of a row must be contiguous")
         self.blocks, self.block_tokens, self.kv_heads = data.shape[0], data.shape[tokens], data.shape[heads]
         self._row = (data.shape[3], 0 if scales is None else scales.shape[3])
 
     def _expect_channels(self, dim: int, name: str) -> None:
-        tokens = 16  # a page of so many rows has no padding
-        shape, page = _abi.kvq_page_shape(role=_abi.KEY, tokens=tokens, heads=1, dim=dim), ctypes.c_size_t()
-        library.kvq_format_page_bytes(self._format, ctypes.byref(shape), ctypes.byref(page), None)
-        row = page.value // tokens
-        # Where scales lie beside them, numbers have 4 or 8 bits, and scales less than 4 a channel.
-        beside = row - 2 * row // dim * dim // 2 if self._c.scales else 0
-        if self._row != (row - beside, beside):
-            raise ArgumentError(f"kvq: {name} have {self._row[0]} bytes and {self._row[1]} of scales a token and head, but {dim} "
-                                f"channels take {row - beside} and {beside}")
+        row, beside, biases = (ctypes.c_int32() for _ in range(3))
+        library.kvq_format_row_bytes(self._format, dim, ctypes.byref(row), ctypes.byref(beside), ctypes.byref(biases))
+        given = 0 if self._c.scales is None else self._row[1]
+        if self._row != (row.value, beside.value):
+            raise ArgumentError(f"kvq: {name} have {self._row[0]} bytes and {given} of scales a token and head, but {dim} "
+                                f"channels take {row.value} and {beside.value}")
 
 
 def attend_rows(keys: Rows, values: Rows, q: Tensor, *, tokens: int, block_table: Optional[Iterable[int]] = None,
@@ -76,7 +90,7 @@ def attend_rows(keys: Rows, values: Rows, q: Tensor, *, tokens: int, block_table
     q            [m][q_heads][head_dim]; out [m][q_heads][value_dim], lse [m][q_heads] float32
     tokens       of the sequence
     block_table  its blocks in order; None: block 0, 1, ...
-    value_dim    None: head_dim
+    value_dim    None: head_dim; of latents, whose keys are their values, it may be less
     Returns out. mods: without lists, selected_tokens and skipped_mass.
     """
     for name, x in (("keys", keys), ("values", values)):
@@ -94,7 +108,8 @@ def attend_rows(keys: Rows, values: Rows, q: Tensor, *, tokens: int, block_table
     of_out = tensor(out, "out", write=True)
     table, blocks = integers(range(keys.blocks) if block_table is None else block_table, "block_table")
     keys._expect_channels(of_q.dim, "keys")
-    values._expect_channels(of_out.dim, "values")
+    if values is not keys or of_out.dim > of_q.dim:
+        values._expect_channels(of_out.dim, "values")
     of = _abi.kvq_row_blocks(table=ctypes.cast(table, ctypes.POINTER(ctypes.c_int32)), blocks=blocks,
                              block_tokens=keys.block_tokens, memory_blocks=keys.blocks, tokens=tokens, kv_heads=keys.kv_heads)
     row_sums = rows(lse, (of_q.tokens, of_q.heads), "lse")

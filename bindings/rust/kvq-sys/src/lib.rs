@@ -675,6 +675,10 @@ extern "C" {
     pub fn kvq_format_find(name: *const c_char, role: kvq_role, statistics: *const kvq_statistics,
         out: *mut *mut kvq_format) -> kvq_status;
     pub fn kvq_format_find_rows(name: *const c_char, tensor_scale: f32, out: *mut *mut kvq_format) -> kvq_status;
+    pub fn kvq_format_find_head_rows(name: *const c_char, scales: *const f32, count: i32, kv_heads: i32,
+        out: *mut *mut kvq_format) -> kvq_status;
+    pub fn kvq_format_row_bytes(format: *const kvq_format, dim: i32, row: *mut i32, scales: *mut i32, biases: *mut i32)
+        -> kvq_status;
     pub fn kvq_format_free(format: *mut kvq_format) -> kvq_status;
     pub fn kvq_format_describe(format: *const kvq_format, role: kvq_role, tokens: i32, dim: i32,
         description: *mut kvq_format_description) -> kvq_status;

@@ -167,20 +167,11 @@ impl Format {
     pub(crate) fn raw(&self) -> *const sys::kvq_format {
         self.handle.raw()
     }
-    /// Of a token and head, scales that lie beside it included.
-    pub(crate) fn row_bytes(&self, dim: i32) -> Result<usize> {
-        let tokens = 16; // a page of so many rows has no padding
-        let shape = sys::kvq_page_shape {
-            role: self.role.to_c(),
-            tokens,
-            heads: 1,
-            dim,
-            layer: 0,
-            first_head: 0,
-        };
-        let page: usize =
-            ask(|out| unsafe { sys::kvq_format_page_bytes(self.handle.raw(), &shape, out, ptr::null_mut()) })?;
-        Ok(page / tokens as usize)
+    /// Of a token and head in the bytes of another system: in its row, and of scales that lie beside it.
+    pub(crate) fn row_bytes(&self, dim: i32) -> Result<[usize; 2]> {
+        let (mut row, mut scales) = (0, 0);
+        check(unsafe { sys::kvq_format_row_bytes(self.handle.raw(), dim, &mut row, &mut scales, ptr::null_mut()) })?;
+        Ok([row as usize, scales as usize])
     }
     /// Describes it for blocks of tokens x dim values.
     pub fn describe(&self, tokens: usize, dim: usize) -> Result<FormatDescription> {

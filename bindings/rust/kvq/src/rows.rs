@@ -25,7 +25,7 @@ impl<'a> Rows<'a> {
     pub fn new(format: &str, data: &'a [u8], shape: [usize; 3], tensor_scale: f32) -> Result<Self> {
         Self::made(format, data, None, shape, tensor_scale)
     }
-    /// The same where scales lie beside the rows (nvfp4, mxfp8, mxfp4), [blocks][block_tokens][kv_heads][scales of a row].
+    /// The same where scales lie beside the rows (nvfp4, mxfp4, mla-584, ...), [blocks][block_tokens][kv_heads][scales of a row].
     pub fn with_scales(
         format: &str,
         data: &'a [u8],
@@ -88,30 +88,19 @@ impl<'a> Rows<'a> {
     }
     fn expect_channels(&self, dim: i32, name: &str) -> Result<()> {
         let row = self.format.row_bytes(dim)?;
-        let dim = dim as usize;
-        // Where scales lie beside them, numbers have 4 or 8 bits, and scales less than 4 a channel.
-        let beside = if self.row[1] == 0 {
-            0
-        } else {
-            row - 2 * row / dim * dim / 2
-        };
-        if self.row == [row - beside, beside] {
+        if self.row == row {
             return Ok(());
         }
         Err(Error::argument(format!(
             "{} have {} bytes and {} of scales a token and head, but {} channels take {} and {}",
-            name,
-            self.row[0],
-            self.row[1],
-            dim,
-            row - beside,
-            beside
+            name, self.row[0], self.row[1], dim, row[0], row[1]
         )))
     }
 }
 
 /// softmax(q K^T) V for the last m tokens of a sequence that another system keeps. q: [m][q_heads][head_dim], out:
-/// [m][q_heads][value_dim]. table: its blocks in order; None: 0, 1, ... Without lists, selected_tokens and skipped_mass.
+/// [m][q_heads][value_dim]; of latents, whose keys are their values, value_dim may be less. table: its blocks in order;
+/// None: 0, 1, ... Without lists, selected_tokens and skipped_mass.
 pub fn attend_rows<Q: Value, O: Value>(
     keys: &Rows,
     values: &Rows,
@@ -134,7 +123,9 @@ pub fn attend_rows<Q: Value, O: Value>(
         )));
     }
     keys.expect_channels(q.c.dim, "keys")?;
-    values.expect_channels(out.c.dim, "values")?;
+    if !std::ptr::eq(keys, values) || out.c.dim > q.c.dim {
+        values.expect_channels(out.c.dim, "values")?;
+    }
     let [blocks, block_tokens, heads] = keys.shape;
     let all: Vec<i32>;
     let table = match table {
