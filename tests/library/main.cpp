@@ -104,7 +104,8 @@ TEST_CASE("every name is there once for each tensor, and every preset is among t
         CHECK(names[role == kvq::tensor::value].insert(name).second);
         CHECK(f.supports(role));
     });
-    std::set<std::string> expected{"fp16", "bf16", "fp32", "int8", "e4m3", "nested4"};
+    std::set<std::string> expected{
+        "fp16", "bf16", "fp32", "int8", "e4m3", "nested4", kvq::int4_token_head.name};
     for (const kvq::row_layout& l : kvq::row_layouts) expected.insert(l.name);
     for (const kvq::record_layout& l : kvq::record_layouts) expected.insert(l.name);
     kvq::for_each_preset([&]<class Preset>(Preset) { expected.insert(Preset::name); });
