@@ -99,6 +99,8 @@ struct plane_functions {
     void (*finish)(const void* plan, const block_shape&, block_id, const std::byte* block, const float* x,
                    std::ptrdiff_t x_stride, int rows, int cols, float* y, std::ptrdiff_t y_stride, bool add,
                    std::ptrdiff_t ahead, std::byte* workspace);
+    /// A block of the window as values [tokens][dim].
+    void (*window_values)(const block_shape&, float_type, const std::byte* block, float* values);
     /// Writes the lower plane of values [tokens][dim], which the block has quantized.
     void (*write)(const void* scheme, const block_shape&, block_id, const std::byte* block,
                   const float* values);

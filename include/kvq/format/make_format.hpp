@@ -221,6 +221,12 @@ struct scheme_table {
         return product().of_planes->make_plan(kernels::product_blocks_of<Backend>(of(scheme), shape, id),
                                               shape, rows, plan);
     }
+    static void window_values(const block_shape& shape, float_type type, const std::byte* block,
+                              float* values) {
+        visit_float_type(type, [&]<class T>(T) {
+            Backend::dequantize(full<T>{}, shape, {}, block, float_type::fp32, values, shape.dim, values);
+        });
+    }
     static void write_lower(const void* scheme, const block_shape& shape, block_id id, const std::byte* block,
                             const float* values) {
         const product_blocks blocks = kernels::product_blocks_of<Backend>(of(scheme), shape, id);
@@ -235,9 +241,13 @@ struct scheme_table {
         if constexpr (foldable<Scheme> && composed_by_library<Scheme>) {
             if constexpr (Scheme::code_bits == 4) {
                 if (!from.of_planes) return nullptr;
-                static const plane_functions all{
-                    from.of_planes->plan_bytes, &plan_planes, from.of_planes->begin,
-                    from.of_planes->finish,     &write_lower, &read_planes};
+                static const plane_functions all{from.of_planes->plan_bytes,
+                                                 &plan_planes,
+                                                 from.of_planes->begin,
+                                                 from.of_planes->finish,
+                                                 &window_values,
+                                                 &write_lower,
+                                                 &read_planes};
                 return &all;
             }
         }

@@ -10,7 +10,6 @@
 #include "../core/float_formats.hpp"
 #include "../core/tagged_vector.hpp"
 #include "../core/text.hpp"
-#include "../schemes/full.hpp"
 #include "format_names.hpp"
 #include "planes.hpp"
 
@@ -154,7 +153,7 @@ private:
         const format_functions& f = functions_of(self);
         const auto found = f.quantize(state_of(self), shape, id, type, from, block, scratch);
         if (!id.lower) return found;
-        visit_float_type(type, [&]<class T>(T) { full<T>{}.dequantize(shape, id, from, scratch); });
+        f.planes->window_values(shape, type, from, scratch);
         write_lower(self, shape, id, block, scratch);
         return found;
     }

@@ -1,4 +1,4 @@
-// The lower plane of codes of 4 bits: portable, word by word.
+// The lower plane of codes of 4 bits: portable, in loops over the rows of a tile that compilers vectorise.
 //
 //   x = b + s (u + (l - 7.5) / 16),  u = 0 .. 15 the code of the block, l = 0 .. 15
 //
@@ -52,46 +52,69 @@ public:
 
     /// values: [token][channel].
     void write(const float* values) const {
-        each_word([&](int row, std::size_t word, const cells& at) {
-            const std::uint32_t upper = load(block_, word);
-            float x[in_word];
-            for (int j = 0; j < in_word; ++j) x[j] = values[place(row, at.col[j])];
-            std::uint32_t lower = 0;
+        each_strip([&](const strip& at) {
+            std::uint32_t upper[most_rows], lower[most_rows] = {};
+            load(block_, at, upper);
             for (int j = 0; j < in_word; ++j) {
-                const float step = at.row_scale[j] * at.col_scale[j];
-                const float left = x[j] - value(at, j, static_cast<float>(upper >> shift_of(j) & 15u));
-                // A quotient that is not a number, or no step, is in the middle.
-                const float l = step > 0.0f ? left / step * 16.0f + 7.5f : 8.0f;
-                const float limited = l > 0.0f ? detail::smaller(l, 15.0f) : l == l ? 0.0f : 8.0f;
-                const auto code =
-                    static_cast<std::uint32_t>(static_cast<std::int32_t>((limited + 0x1p23f) - 0x1p23f));
-                lower |= (code & at.keep[j]) << shift_of(j);
+                if (at.col[j] < 0) continue;
+                float x[most_rows] = {};
+                for (int r = 0; r < at.height; ++r) x[r] = values[place(at.row + r, at.col[j])];
+                const numbers of = numbers_of(at, j);
+                const detail::rounded_products rounded;
+                const int shift = shift_of(j);
+                constexpr auto of_15 = detail::bit_cast<std::int32_t>(15.0f),
+                               of_8 = detail::bit_cast<std::int32_t>(8.0f), of_infinity = 0x7f800000;
+                for (int r = 0; r < most_rows; ++r) {
+                    const auto code = static_cast<float>(static_cast<std::int32_t>(upper[r] >> shift & 15u));
+                    const float step = of.outer[r] * of.inner[r],
+                                left = x[r] - value(rounded, of.inner[r], of.bias[r], of.outer[r], code);
+                    // In bits, since comparisons of floats are branches to compilers. A quotient that is not
+                    // a number, or no step, is in the middle.
+                    const auto l = detail::bit_cast<std::int32_t>(left / step * 16.0f + 7.5f);
+                    const std::int32_t most = detail::smaller(l, of_15), limited = detail::larger(most, 0),
+                                       number = (l & 0x7fffffff) > of_infinity ? of_8 : limited,
+                                       chosen = detail::bit_cast<std::int32_t>(step) > 0 ? number : of_8;
+                    const float in_last_place = detail::bit_cast<float>(chosen) + 0x1p23f;
+                    lower[r] |= (detail::bit_cast<std::uint32_t>(in_last_place) & 15u) << shift;
+                }
             }
-            std::memcpy(lower_ + 4 * word, &lower, 4);
+            std::memcpy(lower_ + 4 * at.word, lower, static_cast<std::size_t>(at.height) * 4);
         });
     }
     /// x^ of both planes, to values [token][channel].
     void read(float* values) const {
-        each_word([&](int row, std::size_t word, const cells& at) {
-            const std::uint32_t upper = load(block_, word), lower = load(lower_, word);
-            float x[in_word];
+        each_strip([&](const strip& at) {
+            std::uint32_t upper[most_rows], lower[most_rows];
+            load(block_, at, upper);
+            load(lower_, at, lower);
             for (int j = 0; j < in_word; ++j) {
-                const auto both = static_cast<std::int32_t>((upper >> shift_of(j) & 15u) << 4 |
-                                                            (lower >> shift_of(j) & 15u));
-                x[j] = value(at, j, (static_cast<float>(both) - 7.5f) * 0.0625f);
+                if (at.col[j] < 0) continue;
+                const numbers of = numbers_of(at, j);
+                const detail::rounded_products rounded;
+                const int shift = shift_of(j);
+                float x[most_rows];
+                for (int r = 0; r < most_rows; ++r) {
+                    const auto both =
+                        static_cast<std::int32_t>((upper[r] >> shift & 15u) << 4 | (lower[r] >> shift & 15u));
+                    x[r] = value(rounded, of.inner[r], of.bias[r], of.outer[r],
+                                 (static_cast<float>(both) - 7.5f) * 0.0625f);
+                }
+                for (int r = 0; r < at.height; ++r) values[place(at.row + r, at.col[j])] = x[r];
             }
-            for (int j = 0; j < in_word; ++j)
-                if (at.keep[j] != 0) values[place(row, at.col[j])] = x[j];
         });
     }
 
 private:
-    static constexpr int in_word = 8;
-    /// The columns of a word, and the parameters of a row there. Padding has column 0, and nothing to keep.
-    struct cells {
-        int col[in_word];
-        std::uint32_t keep[in_word];
-        float row_scale[in_word], row_bias[in_word], col_scale[in_word], col_bias[in_word];
+    static constexpr int in_word = 8, most_rows = tile_layout::tile_rows;
+    /// Neighbouring rows of a tile, and a word of each: `word` is that of the first. Padding has column -1.
+    struct strip {
+        int row, height, slot, set;
+        std::size_t word;
+        int col[in_word], first_column;
+    };
+    /// Parameters of the rows of a strip in one of its columns, by whose scale codes are multiplied first.
+    struct numbers {
+        float inner[most_rows], bias[most_rows], outer[most_rows];
     };
 
     static void fill(detail::tagged_vector<float>& v, int n, float x) {
@@ -100,43 +123,52 @@ private:
     }
     /// The bits of byte j % 4, in its low or its high half.
     static int shift_of(int j) noexcept { return 8 * (j % 4) + 4 * (j / 4); }
-    static std::uint32_t load(const std::byte* from, std::size_t word) noexcept {
-        std::uint32_t w;
-        std::memcpy(&w, from + 4 * word, 4);
-        return w;
+    static void load(const std::byte* from, const strip& at, std::uint32_t (&words)[most_rows]) noexcept {
+        std::memset(words, 0, sizeof words);
+        std::memcpy(words, from + 4 * at.word, static_cast<std::size_t>(at.height) * 4);
     }
     std::size_t place(int row, int col) const noexcept {
         return shape_.role == tensor::key ? static_cast<std::size_t>(row * shape_.dim + col)
                                           : static_cast<std::size_t>(col * shape_.dim + row);
     }
     /// As the scheme rounds it: scale times code, plus bias, times the scale of the other axis.
-    KVQ_INLINE float value(const cells& at, int j, float code) const noexcept {
-        if (use_.row_bias || !use_.col_bias)
-            return detail::rounded_product(
-                detail::rounded_product(at.row_scale[j], code - zero_) + at.row_bias[j], at.col_scale[j]);
-        return detail::rounded_product(
-            detail::rounded_product(at.col_scale[j], code - zero_) + at.col_bias[j], at.row_scale[j]);
+    KVQ_INLINE float value(const detail::rounded_products& rounded, float inner, float bias, float outer,
+                           float code) const noexcept {
+        return rounded(rounded(inner, code - zero_) + bias, outer);
+    }
+    KVQ_INLINE numbers numbers_of(const strip& at, int j) const noexcept {
+        const int c = at.first_column + j,
+                  line = (codes_.cols.count == 1 ? 0 : c / codes_.cols.stride) * row_line_ + at.slot;
+        const float *const row_scale = row_scale_.data() + line, *const row_bias = row_bias_.data() + line;
+        const auto column = static_cast<std::size_t>(at.set + c);
+        const float col_scale = col_scale_[column], col_bias = col_bias_[column];
+        const bool rows_first = use_.row_bias || !use_.col_bias;
+        numbers of;
+        for (int r = 0; r < most_rows; ++r) {
+            of.inner[r] = rows_first ? row_scale[r] : col_scale;
+            of.bias[r] = rows_first ? row_bias[r] : col_bias;
+            of.outer[r] = rows_first ? col_scale : row_scale[r];
+        }
+        return of;
     }
     template <class F>
-    void each_word(F&& f) const {
+    void each_strip(F&& f) const {
         const grouped_axis &rows = codes_.rows(), &cols = codes_.cols;
-        const int words = codes_.tiles.words_per_row;
-        for (int row = 0; row < rows.size; ++row) {
-            const int slot = rows.slot(row), set = (rows.count == 1 ? 0 : row / rows.group) * col_line_;
-            for (int w = 0; w < words; ++w) {
-                cells at;
+        strip at;
+        for (at.row = 0; at.row < rows.size; at.row += at.height) {
+            const int group = rows.count == 1 ? 0 : at.row / rows.group,
+                      in_group = at.row - group * rows.group;
+            at.height = detail::smaller(most_rows, rows.group_size(group) - in_group);
+            at.slot = rows.slot(at.row);
+            at.set = group * col_line_;
+            for (int w = 0; w < codes_.tiles.words_per_row; ++w) {
+                at.first_column = in_word * w;
                 for (int j = 0; j < in_word; ++j) {
-                    const int c = in_word * w + j, col = c < cols.padded_size() ? cols.index(c) : -1;
-                    const int line = (cols.count == 1 || col < 0 ? 0 : c / cols.stride) * row_line_ + slot;
-                    at.col[j] = detail::larger(col, 0);
-                    at.keep[j] = col < 0 ? 0u : 15u;
-                    at.row_scale[j] = row_scale_[static_cast<std::size_t>(line)];
-                    at.row_bias[j] = row_bias_[static_cast<std::size_t>(line)];
-                    const std::size_t column = static_cast<std::size_t>(set) + static_cast<std::size_t>(c);
-                    at.col_scale[j] = col_scale_[column];
-                    at.col_bias[j] = col_bias_[column];
+                    const int c = at.first_column + j;
+                    at.col[j] = c < cols.padded_size() ? cols.index(c) : -1;
                 }
-                f(row, codes_.tiles.word(row, w), at);
+                at.word = codes_.tiles.word(at.row, w);
+                f(at);
             }
         }
     }
