@@ -1,7 +1,7 @@
 // Latent attention, one step: all query heads over latents of 512 and 64 rotary channels, the values 512 of
 // them.
 //
-//   latent [--json] [--quick]
+//   latent [--json] [--quick] [FORMAT]...      --quick: of 8192 tokens; of these formats and bf16 alone
 //
 // 16 heads (tensor parallel 8) and 128, batches of one length, pages of 128 tokens (kivi-4-g64 and bf16: 64)
 // in random order. Latents are normal numbers, quantized on the device; rotary channels are fp16, those of
@@ -12,6 +12,7 @@
 #include <kvq/cuda/quantize/pages.cuh>
 #include <kvq/schemes/presets.hpp>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -173,20 +174,29 @@ using pair = cuda::latent_pair<Scheme, latent, rotary, value_dim, PageTokens, La
 
 int main(int argc, char** argv) {
     bool json = false, quick = false;
-    for (int i = 1; i < argc; ++i) {
-        json = json || std::strcmp(argv[i], "--json") == 0;
-        quick = quick || std::strcmp(argv[i], "--quick") == 0;
-    }
+    std::vector<const char*> formats;
+    for (int i = 1; i < argc; ++i)
+        if (std::strcmp(argv[i], "--json") == 0)
+            json = true;
+        else if (std::strcmp(argv[i], "--quick") == 0)
+            quick = true;
+        else
+            formats.push_back(argv[i]);
     for (const shape& c :
          {shape{16, 64, 4096}, shape{16, 64, 8192}, shape{16, 8, 65536}, shape{128, 64, 1024},
           shape{128, 64, 2048}, shape{128, 64, 4096}, shape{128, 64, 8192}, shape{128, 8, 65536}}) {
         if (quick && (c.length != 8192)) continue;
         const double baseline = time_format<pair<full<bfloat16>, 64>>("bf16", c, json, 0.0);
-        time_format<pair<typename kivi<4, 64>::keys, 64>>("kivi-4-g64", c, json, baseline);
-        time_format<pair<typename std4::keys, 128>>("std4", c, json, baseline);
-        time_format<pair<typename std4::keys, 128, ref8::keys>>("std4-ref8x64", c, json, baseline);
-        time_format<pair<typename kivi<4, 64>::keys, 64, int8>>("kivi-4-g64-int8x64", c, json, baseline);
-        time_format<pair<int8, 128>>("int8", c, json, baseline);
-        time_format<pair<records_of<record_layout_number("mla-656")>, 64>>("mla-656", c, json, baseline);
+        const auto time = [&]<class Pair>(std::type_identity<Pair>, const char* name) {
+            if (formats.empty() ||
+                std::ranges::any_of(formats, [&](const char* own) { return std::strcmp(own, name) == 0; }))
+                time_format<Pair>(name, c, json, baseline);
+        };
+        time(std::type_identity<pair<typename kivi<4, 64>::keys, 64>>{}, "kivi-4-g64");
+        time(std::type_identity<pair<typename std4::keys, 128>>{}, "std4");
+        time(std::type_identity<pair<typename std4::keys, 128, ref8::keys>>{}, "std4-ref8x64");
+        time(std::type_identity<pair<typename kivi<4, 64>::keys, 64, int8>>{}, "kivi-4-g64-int8x64");
+        time(std::type_identity<pair<int8, 128>>{}, "int8");
+        time(std::type_identity<pair<records_of<record_layout_number("mla-656")>, 64>>{}, "mla-656");
     }
 }

@@ -806,9 +806,9 @@ void latents(const char* formats, double tolerance) {
         if (i < 2) {  // refused before anything is appended
             kvq_cuda_attend_options softcap;
             KVQ_INIT(softcap);
-            softcap.softcap = 30.0f;
+            softcap.softcap = -30.0f;
             REFUSED(kvq_cuda_cache_prefill(gpu, 0, &k, &none, &asked, &to, &softcap, nullptr),
-                    KVQ_ERROR_ARGUMENT, "latent attention takes no softcap");
+                    KVQ_ERROR_ARGUMENT, "softcap -30");
         }
         OK(kvq_cuda_cache_prefill(gpu, 0, &k, &none, &asked, &to, nullptr, nullptr));
         OK(kvq_sequence_append(want, 0, &own, &nothing));

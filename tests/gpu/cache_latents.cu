@@ -222,9 +222,24 @@ struct history {
         c.out.poison();
         return x;
     }
+    /// What hides tokens, caps scores and adds to sums, in some of the calls.
+    struct modifiers {
+        int window = 0;
+        bool window_sinks = false, sink_logits = false;
+        float softcap = 0.0f;
+    };
+    modifiers some_modifiers(bool sink_logits) {
+        if (any(0, 1) == 0) return {};
+        modifiers m;
+        if (any(0, 2) > 0) m.window = any(1, any(0, 1) == 0 ? 40 : 300);
+        m.window_sinks = m.window > 0 && any(0, 1) == 0;
+        m.sink_logits = sink_logits && any(0, 1) == 0;
+        if (any(0, 1) == 0) m.softcap = 1.5f;
+        return m;
+    }
     /// Of a row of the output, against double arithmetic on what the CPU dequantizes of these tokens.
     double error_of(const kvq::sequence& s, int layer, int head, const std::vector<int>& tokens, double sink,
-                    const float16* x, const float16* got) {
+                    const float16* x, const float16* got, double softcap = 0.0) {
         const int dim = c.key_dim(layer), width = c.value_dim(layer), h = c.heads(layer),
                   own = head / (c.q_heads / h);
         std::vector<float> k(static_cast<std::size_t>(s.tokens() * h * dim)),
@@ -238,7 +253,8 @@ struct history {
             for (int d = 0; d < dim; ++d)
                 score += static_cast<double>(static_cast<float>(x[d])) *
                          static_cast<double>(k[static_cast<std::size_t>((t * h + own) * dim + d)]);
-            scores.push_back(score / 8.0);
+            score /= 8.0;
+            scores.push_back(softcap == 0.0 ? score : softcap * std::tanh(score / softcap));
             top = std::max(top, scores.back());
         }
         if (!tokens.empty()) sum = std::exp(sink - top);
@@ -286,6 +302,7 @@ struct history {
             for (int i = 0; p != nullptr && drafted == 0 && i < tables_of(*p, layer).size(); ++i)
                 moved_keys = moved_keys || tables_of(*p, layer)[i].shift != 0;
         const bool with_sinks = listed && any(0, 1) == 0 && !moved_keys;
+        const modifiers how = listed ? modifiers{} : some_modifiers(c.is_latent(layer));
         const test::device_buffer<int> selected_list(lists[0]), window_list(lists[1]);
         const test::random_words trees(r, rows.size(), any(0, 3) == 0 ? 0 : drafted, n);
         const test::device_buffer<float> logits(
@@ -301,7 +318,14 @@ struct history {
                                    .sink_logits = with_sinks ? logits.get() : nullptr},
                                   c.stream));
         else
-            ok(c.gpu.attend(layer, q, out, {.scale = 0.125f, .query_tokens = n, .ancestors = trees.get()},
+            ok(c.gpu.attend(layer, q, out,
+                            {.scale = 0.125f,
+                             .softcap = how.softcap,
+                             .window = how.window,
+                             .window_sinks = how.window_sinks,
+                             .query_tokens = n,
+                             .ancestors = trees.get(),
+                             .sink_logits = how.sink_logits ? logits.get() : nullptr},
                             c.stream));
         CUDA_OK(cudaStreamSynchronize(c.stream));
         const auto y = c.out.download();
@@ -314,7 +338,10 @@ struct history {
             std::vector<int> tokens;
             if (!listed)
                 for (int t = 0; t < seen; ++t)
-                    if (trees.sees(b, held, i, t)) tokens.push_back(t);
+                    if (trees.sees(b, held, i, t) &&
+                        (how.window == 0 || (how.window_sinks && t < sinks) ||
+                         trees.place(b, held, i, t) > trees.place(b, held, i, seen - 1) - how.window))
+                        tokens.push_back(t);
             for (int k = 0; k < 2 && listed; ++k) {
                 const int own = head / (c.q_heads / c.heads(layer)),
                           line = (static_cast<int>(b) * n + i) * list_heads + (list_heads == 1 ? 0 : own);
@@ -324,8 +351,9 @@ struct history {
                         tokens.push_back(t);
             }
             const double error =
-                error_of(rows[b]->host, layer, head, tokens, with_sinks ? 1.5 : -INFINITY,
-                         &x[static_cast<std::size_t>(at * dim)], &y[static_cast<std::size_t>(at * width)]);
+                error_of(rows[b]->host, layer, head, tokens, with_sinks || how.sink_logits ? 1.5 : -INFINITY,
+                         &x[static_cast<std::size_t>(at * dim)], &y[static_cast<std::size_t>(at * width)],
+                         static_cast<double>(how.softcap));
             worst = std::max(worst, error);
             CHECK(error <= 3e-3, "%s, step %d, layer %d: error %.3g of row %zu, %d of %d tokens", name, step,
                   layer, error, b, seen, held);
@@ -497,11 +525,21 @@ struct history {
         for (int layer = 0; layer < last; ++layer) {
             const int dim = c.key_dim(layer), width = c.value_dim(layer);
             const std::vector<float16> x = queries(n, layer);
+            const modifiers how = some_modifiers(c.is_latent(layer));
+            const std::vector<float> sink(static_cast<std::size_t>(c.q_heads),
+                                          how.sink_logits ? 1.5f : -INFINITY);
+            const test::device_buffer<float> logits(sink);
             ok(c.gpu.prefill(layer, c.rows(c.k.get(), layer, 0, n, tensor::key),
                              c.rows(c.v.get(), layer, 0, n, tensor::value),
                              token_view<const float16>(c.q.get(), n, c.q_heads, dim),
                              token_view<float16>(c.out.get(), n, c.q_heads, width),
-                             {.scale = 0.125f, .lse = c.lse.get()}, c.stream));
+                             {.scale = 0.125f,
+                              .softcap = how.softcap,
+                              .window = how.window,
+                              .window_sinks = how.window_sinks,
+                              .sink_logits = how.sink_logits ? logits.get() : nullptr,
+                              .lse = c.lse.get()},
+                             c.stream));
             CUDA_OK(cudaStreamSynchronize(c.stream));
             const auto y = c.out.download();
             const auto got_lse = c.lse.download();
@@ -509,10 +547,14 @@ struct history {
                 want_lse(static_cast<std::size_t>(n * c.q_heads));
             output_view to = token_view<float>(want.data(), n, c.q_heads, width);
             to = to.with_lse(want_lse.data());
-            p.host.prefill(layer, c.rows(keys.data(), layer, 0, n, tensor::key),
-                           c.rows(values.data(), layer, 0, n, tensor::value),
-                           token_view<const float16>(x.data(), n, c.q_heads, dim), to, score_scale{0.125f},
-                           serial_executor{}, space);
+            p.host.prefill(
+                layer, c.rows(keys.data(), layer, 0, n, tensor::key),
+                c.rows(values.data(), layer, 0, n, tensor::value),
+                token_view<const float16>(x.data(), n, c.q_heads, dim), to,
+                mods{sink_window{how.window == 0 ? max_tokens : how.window, how.window_sinks ? sinks : 0},
+                     learned_sinks{sink}, softcap{how.softcap == 0.0f ? 1e4f : how.softcap},
+                     score_scale{0.125f}},
+                serial_executor{}, space);
             for (int i = 0; i < n * c.q_heads; ++i) {
                 double error = 0.0, size = 0.0;
                 for (int d = i * width; d < (i + 1) * width; ++d) {
@@ -886,8 +928,8 @@ void check_refusals() {
             "query_heads");
     refused(
         c.gpu.attend(0, token_view<const float16>(c.q.get(), 1, c.q_heads, c.channels),
-                     token_view<float16>(c.out.get(), 1, c.q_heads, c.values), {.softcap = 30.0f}, c.stream),
-        "latent attention takes no softcap");
+                     token_view<float16>(c.out.get(), 1, c.q_heads, c.values), {.softcap = -30.0f}, c.stream),
+        "softcap is -30");
     CHECK(c.gpu.begin_step(std::span(&id, 1), 1, c.stream), "a step");
     CHECK(c.gpu.attend(0, keys, no_rows(), token_view<const float16>(c.q.get(), 1, c.q_heads, c.channels),
                        token_view<float16>(c.out.get(), 1, c.q_heads, c.values), {}, c.stream),
@@ -909,8 +951,7 @@ void check_refusals() {
                              token_view<const float16>(c.q.get(), n, q_heads, dim),
                              token_view<float16>(out, n, q_heads, c.values), how, c.stream);
     };
-    refused(prefill(c.channels, c.q_heads, c.out.get(), {.softcap = 30.0f}),
-            "latent attention takes no softcap");
+    refused(prefill(c.channels, c.q_heads, c.out.get(), {.softcap = -30.0f}), "softcap is -30");
     refused(prefill(c.values, c.q_heads, c.out.get(), {}), "q 2 x 64");
     refused(prefill(c.channels, 0, c.out.get(), {}), "q 0 x 80");
     refused(prefill(c.channels, heads, c.out.get(), {}), "query_heads");

@@ -15,6 +15,18 @@ struct latent_case {
     std::vector<int> lengths;
     bool holes = false, peaked = false;
     int drafted = 0;  // a random tree of so many tokens, of which the last query_tokens ask
+    int window = 0;
+    bool chunked = false, window_sinks = false, sink_logits = false;
+    float softcap = 0.0f;
+
+    /// Does query i of sequence b see token t?
+    bool sees(const test::random_words& trees, std::size_t b, int i, int t) const {
+        const int n = lengths[b];
+        if (!trees.sees(b, n, i, t)) return false;
+        if (window == 0 || (window_sinks && t < sinks)) return true;
+        const int query = trees.place(b, n, i, n - query_tokens + i);
+        return trees.place(b, n, i, t) >= (chunked ? query / window * window : query - window + 1);
+    }
 };
 
 template <class T, class Quantized, class Window, bool InTwo = std::is_same_v<T, float16>>
@@ -37,11 +49,20 @@ void check_case(test::rng& r, const latent_case& c, const char* name, double* wo
         cuda::latent_workspace_bytes<mix_type, T>(static_cast<int>(sequences), c.heads, c.query_tokens);
     test::device_buffer<std::byte> workspace(bytes);
     const test::random_words trees(r, sequences, c.drafted, c.query_tokens);
-    cuda::attention_options options{.scale = scale,
-                                    .query_tokens = c.query_tokens,
-                                    .ancestors = trees.get(),
-                                    .drafted = c.drafted,
-                                    .lse = lse.get()};
+    std::vector<float> logits(static_cast<std::size_t>(c.heads));
+    if (c.sink_logits)
+        for (float& x : logits) x = 3.0f * test::normal(r);
+    const test::device_buffer<float> sinks(logits);
+    const cuda::attention_options options{.scale = scale,
+                                          .softcap = c.softcap,
+                                          .window = c.window,
+                                          .chunked = c.chunked,
+                                          .window_sinks = c.window_sinks,
+                                          .query_tokens = c.query_tokens,
+                                          .ancestors = trees.get(),
+                                          .drafted = c.drafted,
+                                          .sink_logits = c.sink_logits ? sinks.get() : nullptr,
+                                          .lse = lse.get()};
     const token_view<const T> q_view{q_device.get(), tokens, c.heads, dim};
     const token_view<T> out_view{out.get(), tokens, c.heads, value_dim};
     const auto run = [&](const auto& pages_of, const cuda::attention_options& o) {
@@ -70,9 +91,12 @@ void check_case(test::rng& r, const latent_case& c, const char* name, double* wo
                     static_cast<std::size_t>(h);
                 std::vector<const float*> seen;
                 for (int t = 0; t < c.lengths[b]; ++t)
-                    if (trees.sees(b, c.lengths[b], i, t))
+                    if (c.sees(trees, b, i, t))
                         if (const float* const x = latents.at(b, t); x != nullptr) seen.push_back(x);
-                test::latent_row(&q[at * dim], seen, dim, value_dim, static_cast<double>(scale))
+                test::latent_row(
+                    &q[at * dim], seen, dim, value_dim, static_cast<double>(scale),
+                    c.sink_logits ? static_cast<double>(logits[static_cast<std::size_t>(h)]) : -INFINITY,
+                    static_cast<double>(c.softcap))
                     .compare(&got[at * value_dim], got_lse[at], off, size, name);
             }
     const double error = size == 0.0 ? off : std::sqrt(off / size);
@@ -83,9 +107,12 @@ void check_case(test::rng& r, const latent_case& c, const char* name, double* wo
     // The same in two launches, from the state that the first one has left.
     if constexpr (InTwo) {
         if (c.query_tokens > 1) return;
-        cuda::attention_options first{.scale = scale, .state_out = states.get()};
+        cuda::attention_options first = options, second = options;
+        first.lse = second.lse = nullptr;
+        first.sink_logits = nullptr;
+        first.state_out = states.get();
+        second.state_in = states.get();
         run(cuda::make_mixed(c.recent, cuda::behind_window(latents.pages_device->ref)), first);
-        cuda::attention_options second{.scale = scale, .state_in = states.get()};
         run(cuda::make_mixed(c.recent, cuda::in_window(latents.window_device->ref),
                              cuda::sink_tokens(latents.sinks_device->ref, c.sinks)),
             second);
@@ -102,21 +129,23 @@ void check_case(test::rng& r, const latent_case& c, const char* name, double* wo
 
 template <class Quantized, class Window>
 void check_format(const char* name) {
-#if defined(TARGET_SM_90A) || !defined(__CUDACC__)
-    const cuda::kernel_choice choice =
-        cuda::latent_kernel<cuda::mixed_cache_ref<cuda::cache_part<Quantized>>, float16>(16);
-    CHECK(std::strcmp(choice.kernel,
-                      Quantized::head_dim % 64 == 0 ? "latent_wgmma_kernel" : "latent_plain_kernel") == 0,
-          "%s: the kernel is %s, %s", name, choice.kernel, choice.why);
-    const cuda::kernel_choice of_many =
-        cuda::latent_kernel<cuda::mixed_cache_ref<cuda::cache_part<Quantized>>, float16>(128);
-    CHECK(std::strcmp(of_many.kernel, Quantized::head_dim % 64 != 0 ? "latent_plain_kernel"
-                                      : full_precision<typename Quantized::keys> ||
-                                              cuda::detail::codec<typename Quantized::keys>.width() == 8
-                                          ? "latent_cluster_kernel"
-                                          : "latent_wgmma_kernel") == 0,
-          "%s: the kernel of 128 heads is %s, %s", name, of_many.kernel, of_many.why);
+    using mix = cuda::mixed_cache_ref<cuda::cache_part<Quantized>>;
+    constexpr bool tiles = Quantized::head_dim % 64 == 0,
+                   clusters = full_precision<typename Quantized::keys> ||
+                              cuda::detail::codec<typename Quantized::keys>.width() == 8;
+#if defined(TARGET_SM_90A) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const char *few = "latent_wgmma_kernel", *many = clusters ? "latent_cluster_kernel" : few;
+#else
+    const char *few = "latent_mma_kernel", *many = few;
+    (void)clusters;
 #endif
+    for (const int heads : {16, 128}) {
+        const cuda::kernel_choice choice = cuda::latent_kernel<mix, float16>(heads);
+        CHECK(std::strcmp(choice.kernel, !tiles       ? "latent_plain_kernel"
+                                         : heads > 16 ? many
+                                                      : few) == 0,
+              "%s: the kernel of %d heads is %s, %s", name, heads, choice.kernel, choice.why);
+    }
     test::rng r(static_cast<unsigned>(Quantized::page_tokens + Quantized::head_dim));
     double worst = 0.0;
     check_case<float16, Quantized, Window>(r, {.lengths = {300, 0, 65, 3}}, name, &worst);
@@ -128,6 +157,39 @@ void check_format(const char* name) {
                                            name, &worst);
     check_case<float16, Quantized, Window>(
         r, {.query_tokens = 3, .lengths = {200, 0, 69, 9}, .holes = true, .drafted = 9}, name, &worst);
+    // What hides tokens, caps scores and adds to sums.
+    check_case<float16, Quantized, Window>(
+        r,
+        {.query_tokens = 3, .lengths = {300, 0, 65, 3}, .window = 70, .window_sinks = true, .softcap = 2.0f},
+        name, &worst);
+    check_case<float16, Quantized, Window>(r,
+                                           {.heads = 33,
+                                            .query_tokens = 2,
+                                            .lengths = {330, 2},
+                                            .holes = true,
+                                            .window = 150,
+                                            .chunked = true,
+                                            .sink_logits = true},
+                                           name, &worst);
+    check_case<float16, Quantized, Window>(
+        r, {.lengths = {260, 0, 5}, .window = 130, .sink_logits = true, .softcap = 1.0f}, name, &worst);
+    for (const int window : {4, 100})
+        check_case<float16, Quantized, Window>(r,
+                                               {.query_tokens = 3,
+                                                .lengths = {200, 0, 20},
+                                                .drafted = 12,
+                                                .window = window,
+                                                .window_sinks = window > 4},
+                                               name, &worst);
+#if !defined(__CUDACC__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    check_case<float16, Quantized, Window>(r, {.heads = 40, .lengths = {150, 3}}, name, &worst);  // 64 rows
+    check_case<bfloat16, Quantized, Window>(r, {.heads = 20, .lengths = {150, 3}}, name, &worst);
+    emulated::device_shared_memory = 99 * 1024;
+    check_case<float16, Quantized, Window>(
+        r, {.heads = 20, .query_tokens = 2, .lengths = {300, 0, 67}, .holes = true, .drafted = 5}, name,
+        &worst);
+    emulated::device_shared_memory = emulated::most_shared_memory;
+#endif
 #ifdef __CUDACC__
     for (const int heads : {1, 8, 16, 128})  // trees: each kernel, within a tile and over two
         for (const int n : {5, 64})
@@ -137,6 +199,17 @@ void check_format(const char* name) {
     check_case<bfloat16, Quantized, Window>(
         r, {.query_tokens = 64, .lengths = {129, 77}, .peaked = true, .drafted = 64}, name, &worst);
     check_case<float16, Quantized, Window>(r, {.heads = 1, .lengths = {1000}}, name, &worst);
+    for (const int heads : {8, 32, 128})
+        check_case<bfloat16, Quantized, Window>(r,
+                                                {.heads = heads,
+                                                 .query_tokens = 2,
+                                                 .lengths = {900, 64, 2},
+                                                 .peaked = true,
+                                                 .window = 333,
+                                                 .window_sinks = true,
+                                                 .sink_logits = true,
+                                                 .softcap = 5.0f},
+                                                name, &worst);
     check_case<float16, Quantized, Window>(r, {.heads = 128, .lengths = {900, 64, 1}}, name, &worst);
     check_case<bfloat16, Quantized, Window>(
         r, {.heads = 128, .query_tokens = 2, .lengths = {500, 130}, .peaked = true}, name, &worst);
@@ -321,8 +394,9 @@ void check_records(const char* name) {
         CHECK(s.code == cudaErrorInvalidValue && std::strstr(s.message, words) != nullptr,
               "\"%s\" is not in \"%s\"", words, s.message);
     };
-    refused("takes no softcap", ref, {.softcap = 30.0f}, bytes);
-    refused("takes no softcap", ref, {.window = 128}, bytes);
+    refused("softcap is -1", ref, {.softcap = -1.0f}, bytes);
+    refused("the window is -2 tokens", ref, {.window = -2}, bytes);
+    refused("a causal mask or a tree", ref, {.all_keys = true}, bytes);
     const test::device_buffer<std::uint64_t> words(64);
     refused("a tree has 1 to 64", ref, {.ancestors = words.get(), .drafted = 65}, bytes);
     refused("workspace", ref, {}, bytes - 1);

@@ -155,14 +155,15 @@ struct latent_row {
 
     template <class T>
     latent_row(const T* q, const std::vector<const float*>& latents, int dim, int value_dim, double scale,
-               double sink = -INFINITY)
+               double sink = -INFINITY, double softcap = 0.0)
         : output(static_cast<std::size_t>(value_dim)) {
         std::vector<double> scores;
         for (const float* x : latents) {
             double score = 0.0;
             for (int c = 0; c < dim; ++c)
                 score += static_cast<double>(static_cast<float>(q[c])) * static_cast<double>(x[c]);
-            scores.push_back(score * scale);
+            score *= scale;
+            scores.push_back(softcap == 0.0 ? score : softcap * std::tanh(score / softcap));
         }
         if (scores.empty()) return;
         const double top = std::max(sink, *std::max_element(scores.begin(), scores.end()));

@@ -3,6 +3,8 @@
 
 #include <kvq/attention/token_tree.hpp>
 
+#include <bit>
+
 #include "support.cuh"
 
 namespace test {
@@ -52,6 +54,13 @@ struct random_words {
         const int bit = t - (n - drafted);
         return drafted == 0 || bit < 0 ||
                (words[b * static_cast<std::size_t>(queries) + static_cast<std::size_t>(i)] >> bit & 1) != 0;
+    }
+    /// The position of token t as query i of this sequence sees it: of drafted tokens, that on its path.
+    int place(std::size_t b, int n, int i, int t) const {
+        const int bit = t - (n - drafted);
+        if (drafted == 0 || bit < 0) return t;
+        const std::uint64_t word = words[b * static_cast<std::size_t>(queries) + static_cast<std::size_t>(i)];
+        return n - drafted + std::popcount(word & ((std::uint64_t{1} << bit) - 1));
     }
 
 private:

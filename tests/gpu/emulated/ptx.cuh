@@ -285,11 +285,17 @@ std::uint32_t fetch_word(const T* from) {
 inline uint2 fetch_two_words(const uint2* from) { return *from; }
 inline uint4 fetch_four_words(const uint4* from) { return *from; }
 inline void wait_for(std::uint32_t) {}
-inline uint4 load_matrices(std::uint32_t at) {
+template <bool Transposed = false>
+uint4 load_matrices(std::uint32_t at) {
     const int lane = emulated::thread->lane;
     const auto words = emulated::exchange(emulated::meeting::product, at, 0u, 0u, 0u, 0u, 0u);
+    const auto half = [&](int matrix, int row, int number) -> std::uint32_t {
+        return load_shared_2(words[8 * matrix + row][0] + 2u * static_cast<std::uint32_t>(number));
+    };
     const auto word = [&](int matrix) {
-        return load_shared_4(words[8 * matrix + lane / 4][0] + 4u * static_cast<std::uint32_t>(lane % 4));
+        const int i = lane / 4, j = lane % 4 * 2;
+        return Transposed ? half(matrix, j, i) | half(matrix, j + 1, i) << 16
+                          : half(matrix, i, j) | half(matrix, i, j + 1) << 16;
     };
     return {word(0), word(1), word(2), word(3)};
 }
@@ -342,6 +348,10 @@ inline void copy_word_async(std::uint32_t to, const void* from, std::uint32_t by
     emulated::thread->copies.add({at_shared(to, 4), from, bytes, 4});
 }
 inline void wait_at_barrier(int number, int threads) { emulated::wait_at_barrier(number, threads); }
+inline bool any_at_barrier(int number, int threads, bool own) {
+    emulated::wait_at_barrier(number, threads, own);
+    return emulated::thread->any;
+}
 inline void copy_commit() { emulated::thread->copies.end_group(); }
 template <int Pending>
 void copy_wait() {

@@ -129,10 +129,6 @@ inline void barrier_arrive(std::uint32_t at) {
 inline void barrier_wait(std::uint32_t at, std::uint32_t parity) {
     emulated::wait_until([=] { return (read_shared<phase_barrier>(at).phase & 1u) != parity; });
 }
-inline bool any_at_barrier(int number, int threads, bool own) {
-    emulated::wait_at_barrier(number, threads, own);
-    return emulated::thread->any;
-}
 
 // Kernels with clusters compile, and are not run.
 [[noreturn]] inline void no_clusters() { emulated::fail("clusters are not emulated"); }

@@ -246,12 +246,18 @@ __device__ __forceinline__ void store_shared_4x16(const std::uint32_t (&at)[4],
         : "memory");
 }
 /// Four matrices of 8 rows of 16 bytes: lane i gives the address of row i % 8 of matrix i / 8, and gets word
-/// i % 4 of row i / 4 of each.
+/// i % 4 of row i / 4 of each. Transposed: of column i / 4.
+template <bool Transposed = false>
 __device__ __forceinline__ uint4 load_matrices(std::uint32_t at) {
     uint4 v;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(at));
+    if constexpr (Transposed)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(at));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(at));
     return v;
 }
 __device__ __forceinline__ void store_word(std::uint32_t at, std::uint32_t word) {
@@ -371,6 +377,16 @@ __device__ __forceinline__ void copy_word_async(std::uint32_t to, const void* fr
 /// __syncthreads() is number 0.
 __device__ __forceinline__ void wait_at_barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+/// Waits as wait_at_barrier(); is it true for one of the threads?
+__device__ __forceinline__ bool any_at_barrier(int number, int threads, bool own) {
+    std::uint32_t any;
+    asm volatile(
+        "{.reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
+        : "=r"(any)
+        : "r"(number), "r"(threads), "r"(static_cast<std::uint32_t>(own))
+        : "memory");
+    return any != 0;
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 /// Waits until at most `Pending` of this thread's groups are still under way.

@@ -297,17 +297,7 @@ __device__ __forceinline__ void store_matrices(std::uint32_t at, std::uint32_t a
 __device__ __forceinline__ void arrive_at_barrier(int number, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
-/// Waits as wait_at_barrier(); is it true for one of the threads?
-__device__ __forceinline__ bool any_at_barrier(int number, int threads, bool own) {
-    std::uint32_t any;
-    asm volatile(
-        "{.reg .pred p, q; setp.ne.u32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.u32 %0, 1, 0, q;}"
-        : "=r"(any)
-        : "r"(number), "r"(threads), "r"(static_cast<std::uint32_t>(own))
-        : "memory");
-    return any != 0;
-}
-/// The same from this block's shared memory to another's; to, barrier: there (place_in).
+/// As copy_bulk(), from this block's shared memory to another's; to, barrier: there (place_in).
 __device__ __forceinline__ void copy_bulk_to(std::uint32_t to, std::uint32_t from, int bytes,
                                              std::uint32_t barrier) {
     asm volatile(

@@ -264,12 +264,9 @@ status check_attention(const cache_ref<Pair>& cache, const token_view<const T>& 
     if (out.data != nullptr && (out.tokens != q.tokens || out.heads != q.heads || out.dim != Pair::value_dim))
         return bad_value("out is %d x %d x %d but must be %d x %d x %d", out.tokens, out.heads, out.dim,
                          q.tokens, q.heads, Pair::value_dim);
-    if (!std::isfinite(o.scale)) return bad_value("scale is %g", static_cast<double>(o.scale));
-    if (o.window < 0) return bad_value("the window is %d tokens", o.window);
-    if (o.all_keys && (o.window > 0 || o.ancestors != nullptr))
-        return bad_value("queries that see all keys have no window (%d tokens) and no tree", o.window);
-    if (!(o.softcap >= 0.0f && o.softcap < INFINITY))
-        return bad_value("softcap is %g", static_cast<double>(o.softcap));
+    if (o.sink_logits != nullptr && has_values<Pair>)
+        return bad_value("sink_logits are for latents, other attention takes learned_sinks");
+    if (status s = check_numbers(o); !s) return s;
     if (o.ancestors != nullptr) {
         const int drafted = o.drafted == 0 ? o.query_tokens : o.drafted;
         if (drafted < o.query_tokens || drafted > 64)

@@ -5,6 +5,7 @@
 // Contract: plain values; pointers are to device memory.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "../../config.hpp"
@@ -33,6 +34,8 @@ struct attention_options {
     int selected_tokens = 0;
     /// Of caches: of pages with two planes (plane_pair) the upper one alone is read.
     bool upper_only = false;
+    /// Of latents: as learned_sinks, which is for all others. [q_heads], device memory. Null: none
+    const float* sink_logits = nullptr;
     float* lse = nullptr;             ///< [sequences * query_tokens][q_heads], natural log of the softmax sum
     const float* state_in = nullptr;  ///< softmax states to start from (see above)
     float* state_out = nullptr;       ///< softmax states to write; may be state_in
@@ -119,13 +122,20 @@ inline status check_lists(const list_options& o, int kv_heads) noexcept {
     return {};
 }
 
+/// What options say of scores, of themselves.
+inline status check_numbers(const attention_options& o) noexcept {
+    if (!std::isfinite(o.scale)) return bad_value("scale is %g", static_cast<double>(o.scale));
+    if (o.window < 0) return bad_value("the window is %d tokens", o.window);
+    if (o.all_keys && (o.window > 0 || o.ancestors != nullptr))
+        return bad_value("queries that see all keys have no window (%d tokens) and no tree", o.window);
+    if (!(o.softcap >= 0.0f && o.softcap < INFINITY))
+        return bad_value("softcap is %g", static_cast<double>(o.softcap));
+    return {};
+}
 /// Does latent attention take these options?
 inline status check_latent_options(const attention_options& o) noexcept {
-    if (o.softcap == 0.0f && o.window == 0 && !o.window_sinks && !o.all_keys) return {};
-    return bad_value(
-        "latent attention takes no softcap or window, and has a causal mask or a tree; got softcap %g, "
-        "window %d",
-        static_cast<double>(o.softcap), o.window);
+    if (o.all_keys) return bad_value("latent attention has a causal mask or a tree");
+    return check_numbers(o);
 }
 
 }  // namespace detail

@@ -461,6 +461,7 @@ inline status cache::attend_runs(int layer, const query_view& q, const output_vi
         output_view to = out;
         attention_options o = options;
         if (r > 0) o.early = false;
+        if (r + 1 < runs_of(layer)) o.sink_logits = nullptr;
         if (status s = chain_run(layer, r, turned, to, o, options.query_tokens, stream); !s) return s;
         if (status s = g.format.functions->attend(g.view(member_of(layer), step_.rows, r), turned, to, o,
                                                   workspace_of(layer).as<>(), workspace_of(layer).bytes(),

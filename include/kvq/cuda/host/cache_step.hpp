@@ -401,8 +401,6 @@ inline status cache::prefill_latents(int layer, const input_view& k, const input
                             .window = options.window,
                             .chunked = options.chunked,
                             .window_sinks = options.window_sinks};
-    if (options.sink_logits != nullptr)
-        return detail::bad_value("%s: its attention takes no logits of sinks", describe(layer).c_str());
     if (k.data == nullptr || q.data == nullptr || (out.data == nullptr && options.state_out == nullptr))
         return detail::bad_value("%s: q, k or out is a null pointer", describe(layer).c_str());
     if (k.heads != 1 || k.dim != dim || q.heads < 1 || q.dim != dim ||
@@ -444,6 +442,7 @@ inline status cache::prefill_latents(int layer, const input_view& k, const input
             output_view outputs = g.slice(out, first, count);
             attention_options o = slice;
             if (status s = chain_run(layer, r, queries, outputs, o, count, stream); !s) return s;
+            o.sink_logits = r + 1 == runs ? options.sink_logits : nullptr;
             constexpr unmodified none;
             if (status s =
                     g.format.functions->attend(g.view_of_run(member, runs == 1 ? -1 : r), queries, outputs, o,

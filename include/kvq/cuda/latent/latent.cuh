@@ -7,11 +7,12 @@
 //   auto pages = make_mixed(recent, behind_window(quantized), in_window(window));     of latent_pair
 //   attend_latents<float16>(pages, q, out, {.scale = scale}, workspace, bytes, stream);
 //
-// Two launches: shares of all tokens of the batch leave softmax states in the workspace (latent_wgmma.cuh;
-// elsewhere latent_plain.cuh), which merge_latents_kernel puts together. Both read lengths and tables on the
-// device, so that a captured graph stays valid while sequences grow. The workspace need not be zeroed, and is
-// left with anything: attend() (decode/attend.cuh), which must find zeros, needs another one.
-// Contract: with wgmma, x^, queries and weights are rounded to half floats: |x^| and |q| must be below 65504.
+// Two launches: shares of all tokens of the batch leave softmax states in the workspace (latent_wgmma.cuh,
+// latent_mma.cuh; without tiles latent_plain.cuh), which merge_latents_kernel puts together. Both read
+// lengths and tables on the device, so that a captured graph stays valid while sequences grow. The workspace
+// need not be zeroed, and is left with anything: attend() (decode/attend.cuh), which must find zeros, needs
+// another one.
+// Contract: with tiles, x^, queries and weights are rounded to half floats: |x^| and |q| must be below 65504.
 // A row whose q holds NaN is NaN; a row that sees nothing is zero. Complexity: heads * tokens * (R + P + V)
 // multiply-adds; pages are read once for every 64 query rows.
 #pragma once
@@ -20,6 +21,7 @@
 
 #include "../decode/attend.cuh"
 #include "latent_cluster.cuh"
+#include "latent_mma.cuh"
 #include "latent_plain.cuh"
 #include "latent_wgmma.cuh"
 
@@ -29,6 +31,7 @@ namespace detail {
 
 template <class Shape, int MoreRowsThan, class Args, template <class, class> class Producer = latent_producer>
 struct latent_wgmma_launch {
+    using args_type = Args;
     static constexpr auto* kernel = latent_wgmma_kernel<Shape, Args, Producer>;
     static constexpr int threads = Shape::threads, cluster = 1,
                          bytes = latent_memory<Args::first_pair::head_dim, Shape>::bytes;
@@ -41,11 +44,14 @@ struct latent_wgmma_launch {
                                         feature::warpgroup_products | feature::bulk_copies};
 };
 template <bool Turns, class Args>
-struct latent_cluster_launch {
+struct latent_cluster_launch;
+template <bool Turns, class First, class T, class... Parts>
+struct latent_cluster_launch<Turns, latent_args<First, T, Parts...>> {
+    using args_type = latent_chain_args<First, T, Parts...>;
     using shape = latent_cluster_shape<Turns>;
-    static constexpr auto* kernel = latent_cluster_kernel<shape, Args>;
+    static constexpr auto* kernel = latent_cluster_kernel<shape, args_type>;
     static constexpr int threads = shape::threads, cluster = 2,
-                         bytes = latent_memory<Args::first_pair::head_dim, shape>::bytes;
+                         bytes = latent_memory<First::head_dim, shape>::bytes;
     static constexpr kernel_facts facts{
         "latent_cluster_kernel",
         shape::rows,
@@ -55,8 +61,26 @@ struct latent_cluster_launch {
         threads,
         feature::warpgroup_products | feature::clusters | feature::bulk_copies};
 };
+template <class Args, int Rows, int Stages, int MoreRowsThan,
+          template <class, class> class Tiles = latent_part_tiles>
+struct latent_mma_launch {
+    using args_type = Args;
+    using shape = latent_mma_shape<Rows, Stages>;
+    static constexpr auto* kernel = latent_mma_kernel<shape, Args, Tiles>;
+    static constexpr int threads = shape::threads, cluster = 1,
+                         bytes = latent_mma_memory<Args::first_pair::head_dim, shape>::bytes;
+    static constexpr kernel_facts facts{"latent_mma_kernel", Rows, MoreRowsThan, bytes, bytes};
+};
+/// Where warpgroups have no products. Of thread blocks with little shared memory 16 rows and one tile.
+template <class Args, template <class, class> class Tiles = latent_part_tiles>
+using latent_mma_launches = both_sizes<
+    latent_mma_memory<Args::first_pair::head_dim, latent_mma_shape<64, 1>>::bytes,
+    kernel_list<latent_mma_launch<Args, 64, 1, 32, Tiles>, latent_mma_launch<Args, 32, 1, 16, Tiles>,
+                latent_mma_launch<Args, 16, 2, 0, Tiles>>,
+    kernel_list<latent_mma_launch<Args, 16, 1, 0, Tiles>>>;
 template <class Args, class Tokens = plain_part_tokens>
 struct latent_plain_launch {
+    using args_type = Args;
     static constexpr auto* kernel = latent_plain_kernel<Args, Tokens>;
     static constexpr int threads = plain_latent_threads, cluster = 1, bytes = 0;
     static constexpr kernel_facts facts{"latent_plain_kernel", plain_latent_rows, 0, 0, 0};
@@ -75,20 +99,18 @@ struct latent_launches_of<latent_args<First, T, Parts...>> {
     static constexpr bool values = (full_precision<typename Parts::pair_type::keys> && ...),
                           in_clusters =
                               First::value_dim == 512 && (gains<typename Parts::pair_type::keys> && ...);
-    /// For trees: with their masks, the kernel of clusters would take 6 % longer for chains too.
-    using of_trees =
-        joined<std::conditional_t<
-                   tiles,
-                   joined<std::conditional_t<First::value_dim % 256 == 0,
-                                             kernel_list<latent_wgmma_launch<latent_shape<64>, 32, args>>,
-                                             kernel_list<>>,
-                          kernel_list<latent_wgmma_launch<latent_shape<32>, 16, args>,
-                                      latent_wgmma_launch<latent_shape<16>, 0, args>>>,
-                   kernel_list<>>,
-               kernel_list<latent_plain_launch<args>>>;
+    using of_warpgroups = joined<
+        std::conditional_t<First::value_dim % 256 == 0,
+                           kernel_list<latent_wgmma_launch<latent_shape<64>, 32, args>>, kernel_list<>>,
+        kernel_list<latent_wgmma_launch<latent_shape<32>, 16, args>,
+                    latent_wgmma_launch<latent_shape<16>, 0, args>>>;
+    /// For trees, windows and soft caps: with them, the kernel of clusters would take 6 % longer for chains
+    /// too.
+    using with_masks = std::conditional_t<tiles, joined<of_warpgroups, latent_mma_launches<args>>,
+                                          kernel_list<latent_plain_launch<args>>>;
     using type = joined<std::conditional_t<tiles && in_clusters,
                                            kernel_list<latent_cluster_launch<!values, args>>, kernel_list<>>,
-                        of_trees>;
+                        with_masks>;
 };
 
 /// Where the workspace holds what, for so many query rows of a sequence.
@@ -135,10 +157,10 @@ status launch_latents(Launch, Args args, void* workspace, std::size_t workspace_
     args.block_rows = block_rows;
     args.bounds = static_cast<share_bounds*>(workspace);
     args.states = reinterpret_cast<float*>(static_cast<std::byte*>(workspace) + room.bounds);
-    if (status s =
-            launch<Launch::cluster>("launching latent attention", overlap::no, Launch::kernel,
-                                    dim3(static_cast<unsigned>(room.shares * Launch::cluster)),
-                                    Launch::threads, static_cast<std::size_t>(Launch::bytes), stream, args);
+    if (status s = launch<Launch::cluster>("launching latent attention", overlap::no, Launch::kernel,
+                                           dim3(static_cast<unsigned>(room.shares * Launch::cluster)),
+                                           Launch::threads, static_cast<std::size_t>(Launch::bytes), stream,
+                                           typename Launch::args_type{args});
         !s)
         return s;
     return launch("launching the merge of latent attention", overlap::yes, merge_latents_kernel<Args>,
@@ -176,7 +198,7 @@ noexcept {
             return code == cudaSuccess ? room.bytes : 0;
         };
         return kvq::detail::larger(detail::with_kernel(typename launches::type{}, rows, of_kernel),
-                                   detail::with_kernel(typename launches::of_trees{}, rows, of_kernel));
+                                   detail::with_kernel(typename launches::with_masks{}, rows, of_kernel));
     }(std::type_identity<Mix>{});
 }
 
@@ -202,8 +224,7 @@ noexcept {
 
 /// Attention of the last query_tokens tokens of every sequence. Parts: of latent_pair, with the same
 /// channels. q: [sequences * query_tokens] [heads][R + P]; out: the same with V channels; T is float16,
-/// bfloat16 or float. Of the options scale, query_tokens, lse, state_in and state_out count; the others are
-/// refused.
+/// bfloat16 or float. Options as in attend(), without all_keys.
 template <class T, class... Parts>
 status attend_latents(const mixed_cache_ref<Parts...>& cache, const token_view<const T>& q,
                       const token_view<T>& out, const attention_options& options, void* workspace,
@@ -220,11 +241,18 @@ status attend_latents(const mixed_cache_ref<Parts...>& cache, const token_view<c
     if (first.sequences > 65535)
         return detail::bad_value("%d sequences in one launch, which takes up to 65535", first.sequences);
     if (q.tokens == 0) return {};
+    int sinks = 0;
+    if (options.window_sinks)
+        detail::for_each_part(cache.parts, [&](const auto& part) {
+            if (part.capacity >= 0) sinks = part.capacity;
+        });
     const args_type args = [&]<int... Is>(std::integer_sequence<int, Is...>) {
         return args_type{
             detail::make_arguments(first, q, out, options),
             {{{static_cast<const cache_part<typename Parts::pair_type>&>(detail::get<Is>(cache.parts))}...}},
             cache.recent,
+            sinks,
+            options.sink_logits,
             1,
             1,
             nullptr,
@@ -235,8 +263,8 @@ status attend_latents(const mixed_cache_ref<Parts...>& cache, const token_view<c
     const auto start = [&](auto kernel) {
         return detail::launch_latents(kernel, args, workspace, workspace_bytes, stream);
     };
-    return args.a.ancestors != nullptr
-               ? detail::with_kernel(typename launches::of_trees{}, args.a.rows, start)
+    return args.a.ancestors != nullptr || options.window > 0 || options.softcap != 0.0f
+               ? detail::with_kernel(typename launches::with_masks{}, args.a.rows, start)
                : detail::with_kernel(typename launches::type{}, args.a.rows, start);
 }
 

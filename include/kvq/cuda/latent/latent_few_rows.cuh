@@ -110,7 +110,10 @@ requires(!Shape::many) __device__ __forceinline__
             }
 #pragma unroll
             for (int i = 0; i < rows / 2; ++i) s[i] *= a.scale;
-            if (!note.is_whole(args.common_end(piece.length))) {
+            if (a.softcap != 0.0f) [[unlikely]]
+#pragma unroll
+                for (int i = 0; i < rows / 2; ++i) s[i] = capped(s[i], a.softcap);
+            if (!args.all_see(note, piece.sequence, piece.length)) {
 #pragma unroll
                 for (int c = 0; c < columns; ++c) {
                     const auto seen = static_cast<unsigned>(

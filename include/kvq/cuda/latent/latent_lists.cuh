@@ -65,14 +65,17 @@ inline constexpr const char* no_listed_tiles = []() -> const char* {
 template <class First, class T, class... Parts>
 struct latent_list_args : latent_args<First, T, Parts...> {
     listed_queries lists;
-    const float* sink_logits;
 
     /// Everything in a list is seen.
     static constexpr int behind_all = 1 << 30;
     __device__ __forceinline__ int length(int) const { return behind_all; }
-    __device__ __forceinline__ int common_end(int) const { return behind_all; }
     __device__ __forceinline__ int row_end(int, int) const { return behind_all; }
+    __device__ __forceinline__ bool masked() const { return false; }
     __device__ __forceinline__ std::uint64_t seen_by(int, int, int, int) const { return ~std::uint64_t{0}; }
+    template <class Note>
+    __device__ __forceinline__ bool all_see(const Note& note, int, int) const {
+        return note.is_whole(behind_all);
+    }
     __device__ __forceinline__ int tiles(int, int) const { return ceil_div(lists.count(), latent_tile); }
 };
 
@@ -90,22 +93,17 @@ struct latent_list_shape : latent_shape<Rows> {
                                                           : 168;
 };
 
-template <class Shape, class Args>
-struct latent_list_producer;
-
-#if KVQ_WARPGROUP_PRODUCTS
-
 /// Channels of the 16 tokens of a tile that a warp has, from pages to half floats: lanes have neighbouring
 /// octets of channels of a token, so that a load of a warp meets one page. Offset: of the channels' block in
-/// a page.
-template <class Pair, int Channels, std::size_t Offset, int Words>
+/// a page. So many warps share the tokens: lanes of the second one are counted from 32 * steps on.
+template <class Pair, int Channels, std::size_t Offset, int Words, int Sharers>
 struct listed_rows {
     using S = typename Pair::keys;
     using traits = word_traits<S>;
     static constexpr bool full = traits::full;
     static constexpr block_shape shape = Pair::key_shape();
     static constexpr int page = Pair::page_tokens, height = kvq::detail::smaller(32, page);
-    static constexpr int octets = Channels / 8, steps = 16 * octets / 32;
+    static constexpr int octets = Channels / 8, steps = 16 * octets / 32 / Sharers;
     static constexpr int octet_words = [] {
         if constexpr (full)
             return 4;
@@ -241,42 +239,127 @@ __device__ __forceinline__ void store_listed(Rows& rows, std::uint32_t to, int r
 }
 
 /// What reads the first channels of a token, and the others, if there are others.
-template <class Pair, int Words>
+template <class Pair, int Words, int Sharers>
 struct listed_parts {
     static constexpr bool two = Pair::second_channels > 0;
     static constexpr int first_channels = Pair::first_channels;
-    using first = listed_rows<typename Pair::first_pair, first_channels, 0, Words>;
-    using second =
-        listed_rows<typename Pair::second_pair, two ? Pair::second_channels : 64, Pair::second_block, Words>;
+    using first = listed_rows<typename Pair::first_pair, first_channels, 0, Words, Sharers>;
+    using second = listed_rows<typename Pair::second_pair, two ? Pair::second_channels : 64,
+                               Pair::second_block, Words, Sharers>;
 };
-template <class Pair, int Words>
+template <class Pair, int Words, int Sharers>
 requires token_record_scheme<typename Pair::keys>
-struct listed_parts<Pair, Words> {
+struct listed_parts<Pair, Words, Sharers> {
     using reader = record_reader<typename Pair::keys, Pair::head_dim, Pair::page_tokens>;
     static constexpr bool two = reader::wide > 0;
     static constexpr int first_channels = reader::scaled;
-    using first = listed_records<Pair, false, Words>;
-    using second = listed_records<Pair, true, Words>;
+    using first = listed_records<Pair, false, Words, Sharers>;
+    using second = listed_records<Pair, true, Words, Sharers>;
 };
+
+/// 16 listed tokens of a tile. Of those of the first part a warp holds what it has asked for; those of others
+/// are read when they are stored.
+template <class Args, int Words, int Sharers>
+struct listed_sixteen {
+    template <int I>
+    using pair_of = typename std::remove_cvref_t<decltype(get<I>(std::declval<Args>().parts))>::pair_type;
+    template <int I>
+    using rows_of = listed_parts<pair_of<I>, Words, Sharers>;
+    using first_rows = typename rows_of<0>::first;
+    const Args& args;
+    int number;  // of the sixteen in a tile
+    int share;   // of the warp among those that share them
+    int lane;
+    first_rows rows;
+
+    __device__ __forceinline__ listed_sixteen(const Args& a, int of_tile, int of_warp, int of_lane)
+        : args(a), number(of_tile), share(of_warp), lane(of_lane) {}
+
+    /// Token i % 16 of lane i in the lists of a query.
+    __device__ __forceinline__ int listed(int query, int tile) const {
+        return args.lists.token(query, 0, tile * latent_tile + number * 16 + lane % 16);
+    }
+    __device__ __forceinline__ void fetch(const listed_token& token) {
+        if (!any<0>(token)) return;
+        begin<0>(rows, token);
+        rows.fetch(lane_of<first_rows>());
+    }
+    /// note: of the tile.
+    __device__ __forceinline__ void store(const listed_token& token, std::uint32_t to, std::uint32_t note) {
+        const std::uint32_t shown = __ballot_sync(0xffffffffu, token.part >= 0) & 0xffffu;
+        if (lane == 0 && share == 0) {
+            if (number == 0) store_word(note, 0);
+            store_half_word(note + 4 + 2 * static_cast<std::uint32_t>(number),
+                            static_cast<std::uint16_t>(shown));
+        }
+        // Otherwise the places of all octets are computed before the loop, and take registers.
+        asm volatile("" : "+r"(lane));
+        static_for<listed_pages<Args>::parts>([&](auto part) { store_part(part, token, to); });
+        if (shown != 0xffffu) clear(shown, to);
+    }
+
+private:
+    template <class Rows>
+    __device__ __forceinline__ int lane_of() const {
+        return lane + share * (32 * Rows::steps);
+    }
+    template <int I>
+    __device__ __forceinline__ static bool any(const listed_token& token) {
+        return __any_sync(0xffffffffu, token.part == I) != 0;
+    }
+    /// In place of a token that is not of this part any other one is read, so that there are no branches.
+    template <int I, class Rows>
+    __device__ __forceinline__ void begin(Rows& of, const listed_token& token) const {
+        const bool own = token.part == I;
+        of.begin(get<I>(args.parts).cache.key_block(own ? token.page : 0, 0), own ? token.in_page : 0, own,
+                 lane);
+    }
+    template <int I>
+    __device__ __forceinline__ void store_part(std::integral_constant<int, I>, const listed_token& token,
+                                               std::uint32_t to) {
+        if (!any<I>(token)) return;
+        if constexpr (I == 0)
+            store_listed(rows, to, 16 * number, lane_of<first_rows>());
+        else
+            read<I, typename rows_of<I>::first>(token, to);
+        if constexpr (rows_of<I>::two)
+            read<I, typename rows_of<I>::second>(
+                token, to + static_cast<std::uint32_t>(rows_of<I>::first_channels * latent_tile * 2));
+    }
+    template <int I, class Rows>
+    __device__ __forceinline__ void read(const listed_token& token, std::uint32_t to) const {
+        Rows others;
+        begin<I>(others, token);
+        others.fetch(lane_of<Rows>());
+        store_listed(others, to, 16 * number, lane_of<Rows>());
+    }
+    /// Zeros in rows of no token.
+    __device__ __forceinline__ void clear(std::uint32_t shown, std::uint32_t to) const {
+        const int token = lane % 16;
+        if ((shown >> token & 1u) != 0) return;
+#pragma unroll 1
+        for (int octet = lane / 16 + 2 * share; octet < Args::first_pair::head_dim / 8; octet += 2 * Sharers)
+            store_shared_16(to + octet_offset<latent_tile>(16 * number + token, octet),
+                            {0.0f, 0.0f, 0.0f, 0.0f});
+    }
+};
+
+template <class Shape, class Args>
+struct latent_list_producer;
+
+#if KVQ_WARPGROUP_PRODUCTS
 
 /// As latent_producer, of listed tokens: a warp has 16 tokens of a tile.
 template <class Shape, class Args>
 struct latent_list_producer {
-    static constexpr int dim = Args::first_pair::head_dim, step = Shape::stages,
-                         words = Shape::many        ? 8
-                                 : Shape::rows > 16 ? 32
-                                                    : 64;
+    static constexpr int step = Shape::stages, words = Shape::many ? 8 : Shape::rows > 16 ? 32 : 64;
     static_assert(Shape::stage_warps * 16 == latent_tile && Shape::stages == 2);
-    using memory = latent_memory<dim, Shape>;
-    template <int I>
-    using pair_of = typename std::remove_cvref_t<decltype(get<I>(std::declval<Args>().parts))>::pair_type;
-    template <int I>
-    using rows_of = listed_parts<pair_of<I>, words>;
+    using memory = latent_memory<Args::first_pair::head_dim, Shape>;
     const Args& args;
     std::uint32_t place;
     int producer, lane;
     int made = 0;  // tiles of all stages
-    const int stage = producer / Shape::stage_warps, warp = producer % Shape::stage_warps;
+    const int stage = producer / Shape::stage_warps;
 
     __device__ __forceinline__ void piece(const latent_piece& p) {
         const int own = (stage - made) & (step - 1);  // the first tile of this stage
@@ -285,89 +368,63 @@ struct latent_list_producer {
         if (p.from + own >= p.to) return;
         const auto at = latent_stage<memory>::of(place, stage);
         const listed_pages<Args> pages(args, p.sequence);
-        const auto listed = [&](int tile) {
-            return tile < p.to ? args.lists.token(p.sequence, 0, tile * latent_tile + warp * 16 + lane % 16)
-                               : -1;
-        };
+        listed_sixteen<Args, words, 1> tokens(args, producer % Shape::stage_warps, 0, lane);
+        const auto listed = [&](int tile) { return tile < p.to ? tokens.listed(p.sequence, tile) : -1; };
         listed_token now = pages.find(listed(p.from + own));
         int next = listed(p.from + own + step);
-        typename rows_of<0>::first rows;
-        int own_lane = lane;
-        const auto fetch = [&] {
-            if (!any<0>(now)) return;
-            begin<0>(rows, now, own_lane);
-            rows.fetch(own_lane);
-        };
-        fetch();
+        tokens.fetch(now);
 #pragma unroll 1
         for (int tile = p.from + own; tile < p.to; tile += step, number += step) {
             const listed_token ahead = pages.find(next);
             next = listed(tile + 2 * step);
-            const std::uint32_t shown = __ballot_sync(0xffffffffu, now.part >= 0) & 0xffffu;
             barrier_wait(at.free, static_cast<std::uint32_t>(number / step + 1) & 1u);
-            if (lane == 0) {
-                if (warp == 0) store_word(at.note, 0);
-                store_half_word(at.note + 4 + 2 * static_cast<std::uint32_t>(warp),
-                                static_cast<std::uint16_t>(shown));
-            }
-            // Otherwise the places of all octets are computed before the loop, and take registers.
-            asm volatile("" : "+r"(own_lane));
-            static_for<listed_pages<Args>::parts>(
-                [&](auto part) { store(part, rows, now, at.tile, own_lane); });
-            if (shown != 0xffffu) clear(shown, at.tile);
+            tokens.store(now, at.tile, at.note);
             publish_to_products();
             __syncwarp();
             if (lane == 0) barrier_arrive(at.full);
             now = ahead;
-            fetch();
+            tokens.fetch(now);
         }
-    }
-
-private:
-    template <int I>
-    __device__ __forceinline__ static bool any(const listed_token& token) {
-        return __any_sync(0xffffffffu, token.part == I) != 0;
-    }
-    /// In place of a token that is not of this part any other one is read, so that there are no branches.
-    template <int I, class Rows>
-    __device__ __forceinline__ void begin(Rows& rows, const listed_token& token, int own_lane) const {
-        const bool own = token.part == I;
-        rows.begin(get<I>(args.parts).cache.key_block(own ? token.page : 0, 0), own ? token.in_page : 0, own,
-                   own_lane);
-    }
-    template <int I>
-    __device__ __forceinline__ void store(std::integral_constant<int, I>, typename rows_of<0>::first& rows,
-                                          const listed_token& token, std::uint32_t to, int own_lane) const {
-        if (!any<I>(token)) return;
-        if constexpr (I == 0) {
-            store_listed(rows, to, 16 * warp, own_lane);
-        } else {
-            typename rows_of<I>::first others;
-            begin<I>(others, token, own_lane);
-            others.fetch(own_lane);
-            store_listed(others, to, 16 * warp, own_lane);
-        }
-        if constexpr (rows_of<I>::two) {
-            typename rows_of<I>::second second;
-            begin<I>(second, token, own_lane);
-            second.fetch(own_lane);
-            store_listed(second,
-                         to + static_cast<std::uint32_t>(rows_of<I>::first_channels * latent_tile * 2),
-                         16 * warp, own_lane);
-        }
-    }
-    /// Zeros in rows of no token.
-    __device__ __forceinline__ void clear(std::uint32_t shown, std::uint32_t to) const {
-        const int token = lane % 16;
-        if ((shown >> token & 1u) != 0) return;
-#pragma unroll 1
-        for (int octet = lane / 16; octet < dim / 8; octet += 2)
-            store_shared_16(to + octet_offset<latent_tile>(16 * warp + token, octet),
-                            {0.0f, 0.0f, 0.0f, 0.0f});
     }
 };
 
 #endif
+
+/// As latent_part_tiles, of lists: two warps have 16 tokens of a tile.
+template <class Shape, class Args>
+struct latent_listed_tiles {
+    static constexpr int words = Shape::rows > 32 ? 8 : 32;
+    static_assert(Shape::warps == 8);
+    const latent_piece& piece;
+    const listed_pages<Args> pages;
+    listed_sixteen<Args, words, 2> tokens;
+    listed_token now, ahead;
+    int next;
+
+    __device__ __forceinline__ latent_listed_tiles(const Args& args, const latent_piece& p, int warp,
+                                                   int lane)
+        : piece(p), pages(args, p.sequence), tokens(args, warp % 4, warp / 4, lane), next(listed(p.from)) {
+        look_up(p.from);
+    }
+    __device__ __forceinline__ void fetch(int number, std::uint32_t) {
+        now = ahead;
+        tokens.fetch(now);
+        look_up(number + 1);
+    }
+    __device__ __forceinline__ void store(std::uint32_t tile, std::uint32_t note) {
+        tokens.store(now, tile, note);
+    }
+
+private:
+    __device__ __forceinline__ int listed(int tile) const {
+        return tile < piece.to ? tokens.listed(piece.sequence, tile) : -1;
+    }
+    /// Finds the tokens of a tile, and reads which ones the tile behind it has.
+    __device__ __forceinline__ void look_up(int tile) {
+        ahead = pages.find(next);
+        next = listed(tile + 1);
+    }
+};
 
 /// As plain_part_tokens, of lists.
 struct plain_listed_tokens {
@@ -381,7 +438,7 @@ struct plain_listed_tokens {
             static_for<listed_pages<Args>::parts>([&](auto number) {
                 constexpr int part = decltype(number)::value;
                 if (token.part == part)
-                    state.add(get<part>(args.parts).cache, token.page, token.in_page, lane);
+                    state.add(get<part>(args.parts).cache, token.page, token.in_page, lane, 0.0f);
             });
         }
     }
@@ -396,13 +453,12 @@ struct latent_list_launches<latent_list_args<First, T, Parts...>> {
     template <int Rows, int MoreRowsThan>
     using on_tiles =
         kernel_list<latent_wgmma_launch<latent_list_shape<Rows>, MoreRowsThan, args, latent_list_producer>>;
+    using of_warpgroups =
+        joined<std::conditional_t<First::value_dim % 256 == 0, on_tiles<64, 32>, kernel_list<>>,
+               joined<on_tiles<32, 16>, on_tiles<16, 0>>>;
     using type =
-        joined<std::conditional_t<
-                   tiles,
-                   joined<std::conditional_t<First::value_dim % 256 == 0, on_tiles<64, 32>, kernel_list<>>,
-                          joined<on_tiles<32, 16>, on_tiles<16, 0>>>,
-                   kernel_list<>>,
-               kernel_list<latent_plain_launch<args, plain_listed_tokens>>>;
+        std::conditional_t<tiles, joined<of_warpgroups, latent_mma_launches<args, latent_listed_tiles>>,
+                           kernel_list<latent_plain_launch<args, plain_listed_tokens>>>;
 };
 
 template <class T, class... Parts>

@@ -93,7 +93,10 @@ requires Shape::many __device__ __forceinline__ void consume_latents(const Args&
             products_there(s);
 #pragma unroll
             for (int i = 0; i < own_tokens / 2; ++i) s[i] *= a.scale;
-            if (!note.is_whole(args.common_end(piece.length))) {
+            if (a.softcap != 0.0f) [[unlikely]]
+#pragma unroll
+                for (int i = 0; i < own_tokens / 2; ++i) s[i] = capped(s[i], a.softcap);
+            if (!args.all_see(note, piece.sequence, piece.length)) {
                 const unsigned shown = group == 0 ? note.low : note.high;
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
@@ -108,13 +111,13 @@ requires Shape::many __device__ __forceinline__ void consume_latents(const Args&
                                 s[4 * i + 2 * r + k] = -INFINITY;
                 }
                 // Not in one loop: it would spill what stays in registers.
-                if (a.ancestors != nullptr) [[unlikely]]
+                if (args.masked()) [[unlikely]]
 #pragma unroll
                     for (int r = 0; r < 2; ++r) {
-                        const auto seen = static_cast<unsigned>(args.tree_bits(piece.sequence, piece.length,
-                                                                               first_row + own_row + 8 * r,
-                                                                               note.position) >>
-                                                                own_tokens * group);
+                        const auto seen =
+                            static_cast<unsigned>(args.mask(piece.sequence, piece.length,
+                                                            first_row + own_row + 8 * r, note.position) >>
+                                                  own_tokens * group);
 #pragma unroll
                         for (int i = 0; i < own_tokens / 8; ++i)
 #pragma unroll

@@ -76,8 +76,6 @@ requires(Shape::cluster == 2) struct latent_memory<Dim, Shape> {
     static_assert(bytes <= most_shared_memory<false>);
 };
 
-#if KVQ_WARPGROUP_PRODUCTS
-
 template <class Memory>
 struct latent_stage {
     std::uint32_t tile, note, full, free;
@@ -136,7 +134,5 @@ struct latent_note {
 /// Weights are relative to a maximum that is raised where a score is more than 2 to this power times above
 /// it.
 inline constexpr float latent_slack = 8.0f;
-
-#endif
 
 }}}  // namespace kvq::cuda::detail

@@ -28,12 +28,14 @@ struct plain_latent_row {
     }
     /// A token of a page.
     template <class Pair>
-    __device__ __forceinline__ void add(const cache_ref<Pair>& cache, int page, int in_page, int lane) {
+    __device__ __forceinline__ void add(const cache_ref<Pair>& cache, int page, int in_page, int lane,
+                                        float softcap) {
         float score = 0.0f;
         for (int i = 0; i < per_lane; ++i)
             if (const int c = i * 32 + lane; c < dim)
                 score += query[i] * read_value<tensor::key>(cache, page, 0, in_page, c);
         for (int step = 16; step > 0; step /= 2) score += __shfl_xor_sync(0xffffffffu, score, step);
+        if (softcap != 0.0f) score = capped(score, softcap);
         if (score == -INFINITY) return;
         const float next = fmaxf(top, score), keep = top == -INFINITY ? 0.0f : exp2f(top - next),
                     weight = exp2f(score - next);
@@ -59,7 +61,7 @@ struct plain_latent_row {
             const int page = cache.block_table[cache.table_entry(sequence, column)];
             const shown_tokens shown = shown_at(part.cuts, sequence, cut, cache.first_token + token, 1);
             if (page < 0 || shown.begin >= shown.end) continue;
-            add(cache, page, in_page, lane);
+            add(cache, page, in_page, lane, args.a.softcap);
         }
     }
     __device__ __forceinline__ void write(float* state, int lane) const {
@@ -76,15 +78,8 @@ struct plain_part_tokens {
     template <class Args>
     __device__ __forceinline__ static void add(const Args& args, const latent_piece& piece, int row,
                                                plain_latent_row<Args>& state, int lane) {
-        int before = 0;
-        each_part(args, [&](const auto& part) {
-            const token_range range = held_tokens(part, piece.sequence, piece.length, args.recent);
-            const int count = range.tiles(latent_tile), from = kvq::detail::larger(piece.from - before, 0),
-                      to = kvq::detail::smaller(piece.to - before, count);
-            if (from < to)
-                state.tokens(args, piece, part, row, range.first + from * latent_tile,
-                             kvq::detail::smaller(range.end, range.first + to * latent_tile), lane);
-            before += count;
+        each_held(args, piece, [&](const auto& part, int first, int end) {
+            state.tokens(args, piece, part, row, first, end, lane);
         });
     }
 };

@@ -192,11 +192,11 @@ private:
 };
 
 /// As listed_rows (latent_lists.cuh), of the channels of records with a scale, or of the wide ones.
-template <class Pair, bool Wide, int Words>
+template <class Pair, bool Wide, int Words, int Sharers>
 struct listed_records {
     using reader = record_reader<typename Pair::keys, Pair::head_dim, Pair::page_tokens>;
-    static constexpr int octets = (Wide ? reader::wide : reader::scaled) / 8, steps = 16 * octets / 32,
-                         octet_words = Wide ? 4 : reader::octet_words,
+    static constexpr int octets = (Wide ? reader::wide : reader::scaled) / 8,
+                         steps = 16 * octets / 32 / Sharers, octet_words = Wide ? 4 : reader::octet_words,
                          held = smaller(steps, larger(1, Words / octet_words)),
                          scale_words =
                              Wide ? 1 : ceil_div(reader::scaled / reader::group * reader::scale_bytes, 4),

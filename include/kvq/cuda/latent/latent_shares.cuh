@@ -14,6 +14,7 @@
 // Contract: an item without tokens has one empty piece. The order of additions is fixed by the shares.
 #pragma once
 
+#include "../decode/score_modifiers.cuh"
 #include "../layout/latent_pair.cuh"
 #include "../prefill/prefill_args.cuh"
 
@@ -44,7 +45,9 @@ struct latent_args {
     attention_args<First, T> a;
     object_list<Parts...> parts;
     int recent;
-    int row_blocks;  // of a sequence
+    int sinks;                 // so many first tokens are seen in spite of a window
+    const float* sink_logits;  // [q_heads]: learned sinks. Null: none
+    int row_blocks;            // of a sequence
     int block_rows;
     float* states;         // [pieces][block_rows][state_header + value_dim]
     share_bounds* bounds;  // [items]
@@ -56,7 +59,7 @@ struct latent_args {
     }
     /// Paged length of sequence b.
     __device__ __forceinline__ int length(int b) const { return __ldg(a.work.tokens + b); }
-    /// All rows see the tokens before this paged position.
+    /// All rows see the tokens before this paged position, as far as windows and trees go.
     __device__ __forceinline__ int common_end(int length) const {
         return length - a.work.oldest - a.order.text;
     }
@@ -64,25 +67,83 @@ struct latent_args {
     __device__ __forceinline__ int row_end(int length, int row) const {
         return length - a.work.query_tokens + a.row_query(row) + 1;
     }
-    /// Those of 64 tokens from this paged position on that a row of a tree may see: bit i, token i.
-    __device__ __forceinline__ std::uint64_t tree_bits(int sequence, int length, int row, int first) const {
-        const int begin = length - a.drafted - first,
-                  token = a.row_token(sequence, kvq::detail::smaller(row, a.rows - 1));
-        const std::uint64_t word = __ldg(reinterpret_cast<const unsigned long long*>(a.ancestors) + token);
-        if (begin >= 0) return bits_below(begin) | (begin < 64 ? word << begin : 0);
-        return begin > -64 ? word >> -begin : 0;
+    /// Do rows not see all tokens before their end?
+    __device__ __forceinline__ bool masked() const {
+        return a.ancestors != nullptr || a.work.window.tokens > 0;
+    }
+    __device__ __forceinline__ int skipped(int sequence) const {
+        const page_cuts& cuts = get<0>(parts).cuts;
+        return cuts.skipped == nullptr ? 0 : __ldg(cuts.skipped + sequence);
+    }
+    /// Where the first token that the query at a place sees through the window would lie if no page before it
+    /// hid any: at most skipped() behind where it is.
+    __device__ __forceinline__ int begin_at(int sequence, int place) const {
+        return a.work.window.first_seen(place, skipped_tokens{skipped(sequence)});
+    }
+    /// Those of 64 tokens from this paged position on that a row sees through its window and in its tree: bit
+    /// i, token i.
+    __device__ __forceinline__ std::uint64_t mask(int sequence, int length, int row, int first) const {
+        const int draft = length - a.drafted;
+        int place = a.row_place(length, row);
+        std::uint64_t seen = ~std::uint64_t{0}, path = seen;
+        if (a.ancestors != nullptr) {
+            const int token = a.row_token(sequence, kvq::detail::smaller(row, a.rows - 1));
+            path = __ldg(reinterpret_cast<const unsigned long long*>(a.ancestors) + token);
+            place = a.text_place(length, path);
+        }
+        if (a.work.window.tokens > 0) {
+            const int begin = begin_at(sequence, place);
+            if (a.ancestors != nullptr)
+                for (int n = begin - draft; n > 0; --n) path &= path - 1;
+            seen =
+                ~bits_below(first_seen(get<0>(parts).cuts, sequence, kvq::detail::larger(0, begin)) - first) |
+                bits_below(sinks - first);
+        }
+        if (a.ancestors == nullptr) return seen;
+        const int begin = draft - first;
+        if (begin >= 0) return seen & (bits_below(begin) | (begin < 64 ? path << begin : 0));
+        return seen & (begin > -64 ? path >> -begin : 0);
     }
     /// Those that a row sees.
     __device__ __forceinline__ std::uint64_t seen_by(int sequence, int length, int row, int first) const {
         const std::uint64_t seen = bits_below(row_end(length, row) - first);
-        return a.ancestors == nullptr ? seen : seen & tree_bits(sequence, length, row, first);
+        return masked() ? seen & mask(sequence, length, row, first) : seen;
+    }
+    /// Do all rows see all of a tile?
+    template <class Note>
+    __device__ __forceinline__ bool all_see(const Note& note, int sequence, int length) const {
+        return note.is_whole(common_end(length)) &&
+               (a.work.window.tokens == 0 || note.position >= begin_at(sequence, length - 1));
+    }
+    /// Tokens of a part that some row may see, or more.
+    template <class Part>
+    __device__ __forceinline__ token_range held(const Part& part, int b, int length) const {
+        token_range range = held_tokens(part, b, length, recent);
+        if (a.work.window.tokens > 0 && !(a.window_sinks && part.capacity >= 0)) {
+            const int unseen =
+                begin_at(b, length - a.work.oldest) - skipped(b) - part.cache.first_token - range.first;
+            if (unseen > 0) range.first += unseen / latent_tile * latent_tile;
+        }
+        return range;
     }
     /// Tiles of all parts of sequence b.
     __device__ __forceinline__ int tiles(int b, int length) const {
         int n = 0;
-        static_for<sizeof...(Parts)>([&](auto number) {
-            n += held_tokens(get<decltype(number)::value>(parts), b, length, recent).tiles(latent_tile);
-        });
+        each_part(*this, [&](const auto& part) { n += held(part, b, length).tiles(latent_tile); });
+        return n;
+    }
+};
+/// The same of kernels without windows.
+template <class First, class T, class... Parts>
+struct latent_chain_args : latent_args<First, T, Parts...> {
+    using base = latent_args<First, T, Parts...>;
+    template <class Part>
+    __device__ __forceinline__ token_range held(const Part& part, int b, int length) const {
+        return held_tokens(part, b, length, base::recent);
+    }
+    __device__ __forceinline__ int tiles(int b, int length) const {
+        int n = 0;
+        each_part(*this, [&](const auto& part) { n += held(part, b, length).tiles(latent_tile); });
         return n;
     }
 };
@@ -96,6 +157,21 @@ struct latent_piece {
     int item, share;
     bool begins, ends;  // has it the item's first tile, its last one?
 };
+
+/// Calls f(part, first, end) with what a piece has of every part: tokens of the part, `first` begins a tile.
+template <class Args, class F>
+__device__ __forceinline__ void each_held(const Args& args, const latent_piece& piece, F&& f) {
+    int before = 0;  // tiles of parts before
+    each_part(args, [&](const auto& part) {
+        const token_range range = args.held(part, piece.sequence, piece.length);
+        const int count = range.tiles(latent_tile), from = kvq::detail::larger(piece.from - before, 0),
+                  to = kvq::detail::smaller(piece.to - before, count);
+        if (from < to)
+            f(part, range.first + from * latent_tile,
+              kvq::detail::smaller(range.end, range.first + to * latent_tile));
+        before += count;
+    });
+}
 
 /// Walks the pieces of a share. Every warp does it for itself.
 template <class Args>
@@ -238,12 +314,17 @@ __global__ void __launch_bounds__(merge_latents_threads)
     float top = -INFINITY, sum = 0.0f;
     for (int share = bounds.first; share <= bounds.last; ++share)
         top = fmaxf(top, args.state(item + share, own)[0]);
-    if constexpr (requires { args.sink_logits; })
-        if (args.sink_logits != nullptr && top != -INFINITY) {
+    if (args.sink_logits != nullptr) {
+        const std::size_t at = static_cast<std::size_t>(token) * static_cast<std::size_t>(a.q.heads) +
+                               static_cast<std::size_t>(head);
+        // Of a row that sees no token here, and has seen some before.
+        const float before = a.state_in == nullptr ? -INFINITY : a.state_in[at * (dim + 2)];
+        if (fmaxf(top, before) != -INFINITY) {
             const float sink = sink_score(args.sink_logits[head]);
             top = fmaxf(top, sink);
             sum = exp2_fast(sink - top);
         }
+    }
     float output[ceil_div(dim, 2 * merge_latents_threads)][2] = {};
 #pragma unroll 4
     for (int share = bounds.first; share <= bounds.last; ++share) {

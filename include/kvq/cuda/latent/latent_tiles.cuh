@@ -455,4 +455,33 @@ private:
     }
 };
 
+/// All units of a tile of pages of Pair: those of its first block, then those of its second one.
+template <class Pair>
+struct tile_units {
+    static constexpr bool two = Pair::second_channels > 0;
+    using first = latent_units<typename Pair::first_pair, Pair::first_channels, 0>;
+    using second =
+        latent_units<std::conditional_t<two, typename Pair::second_pair, typename Pair::first_pair>,
+                     two ? Pair::second_channels : 64, Pair::second_block>;
+    static constexpr int count = first::count + (two ? second::count : 0);
+    static constexpr std::uint32_t second_tile = Pair::first_channels * latent_tile * 2;
+
+    template <class Runs>
+    __device__ __forceinline__ static void fetch(const Runs& runs, int unit, std::uint32_t tile,
+                                                 const latent_lane& own) {
+        if (unit < first::count)
+            first::fetch(runs, unit, tile, own);
+        else if constexpr (two)
+            second::fetch(runs, unit - first::count, tile + second_tile, own);
+    }
+    template <class Runs>
+    __device__ __forceinline__ static void store(const Runs& runs, int unit, std::uint32_t tile,
+                                                 std::uint64_t shown, const latent_lane& own) {
+        if (unit < first::count)
+            first::store(runs, unit, tile, shown, own);
+        else if constexpr (two)
+            second::store(runs, unit - first::count, tile + second_tile, shown, own);
+    }
+};
+
 }}}  // namespace kvq::cuda::detail

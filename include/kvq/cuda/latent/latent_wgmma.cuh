@@ -36,16 +36,8 @@ struct latent_producer {
     int rank = 0;  // of the cluster
 
     __device__ __forceinline__ void piece(const latent_piece& p) {
-        int before = 0;  // tiles of parts before
-        each_part(args, [&]<class Part>(const Part& part) {
-            const token_range range = held_tokens(part, p.sequence, p.length, args.recent);
-            const int count = range.tiles(latent_tile), from = kvq::detail::larger(p.from - before, 0),
-                      to = kvq::detail::smaller(p.to - before, count);
-            if (from < to)
-                tiles(part, p.sequence, range.first + from * latent_tile,
-                      kvq::detail::smaller(range.end, range.first + to * latent_tile));
-            before += count;
-        });
+        each_held(args, p,
+                  [&](const auto& part, int first, int end) { tiles(part, p.sequence, first, end); });
     }
 
 private:
@@ -57,11 +49,9 @@ private:
     template <class Part>
     __device__ __forceinline__ void tiles(const Part& part, int sequence, int first, int end) {
         using pair = typename Part::pair_type;
-        constexpr bool two = pair::second_channels > 0;
-        using units = latent_units<typename pair::first_pair, pair::first_channels, 0>;
-        using second_units =
-            latent_units<std::conditional_t<two, typename pair::second_pair, typename pair::first_pair>,
-                         two ? pair::second_channels : 64, pair::second_block>;
+        constexpr bool two = tile_units<pair>::two;
+        using units = typename tile_units<pair>::first;
+        using second_units = typename tile_units<pair>::second;
         constexpr int per = units::of_block, second_per = second_units::of_block;
         const int first_units = units_of_block(pair::first_channels / 64) * per;
         const int count = Shape::cluster == 1
