@@ -7,12 +7,13 @@ plot.py speed  RESULTS.jsonl OUT.svg [--schemes fp16,std4,...]                  
 plot.py table  RESULTS.jsonl                                                    Markdown of bench_quality or evaluate
 
 Several files of results may be given. Plots are SVG. pareto draws a line each through what no other of its kind beats: presets of this
-library (--own) with statistics (+stats), presets without, and published methods; plans of widths (-plan) are left to the tables. The
+library (--own) with statistics (+stats), as they are by default, and published methods; plans of widths (-plan) are left to the tables. The
 same input gives the same bytes.
 """
 
 import argparse
 import json
+import re
 import sys
 
 OWN = "ref8,hi6,hi6-h,std5,std5-h,std4,std4-h,mix4,low3,low3-h,low2,low2-h"
@@ -86,13 +87,16 @@ def pareto(rows, y, own, figure):
     figure.subplots_adjust(left=0.1, right=0.98, bottom=0.1, top=0.97)
     kinds = {"published": [], "kvq presets": [], "kvq presets with statistics": []}
     spans = []  # intervals
+    defaults = {re.sub(r"[+]own[0-9]+$", "+own", row["scheme"]) for row in rows}
     for row in rows:
         value, name = row.get(y), row["scheme"]
         if value is None or value <= 0 or name in ("fp16", "reference") or name.endswith(("/1", "/vnni")) or "-plan" in name:
             continue
         mine = is_own(name, own)
+        if mine and name + "+own" in defaults:
+            continue  # even widths, which have to be asked for
         kind = "published" if not mine else "kvq presets with statistics" if "+stats" in name or "+self" in name else "kvq presets"
-        kinds[kind].append((row["bits"], value, name.removesuffix("+stats")))
+        kinds[kind].append((row["bits"], value, re.sub(r"[+](stats|own[0-9]*)$", "", name)))
         low, high = row.get(y + "_low"), row.get(y + "_high")
         if low is not None and 0 < low < high:
             spans.append((row["bits"], low, high, kind))

@@ -73,7 +73,7 @@ struct known_statistics {
 };
 
 /// What a row of the table is about. Formats with statistics are three of them: name, name+stats and
-/// name+self.
+/// name+self; name+own is what a cache makes of keys by default, of the first tokens.
 struct entry {
     std::string name, source;
     std::function<kvq::format_pair(const known_statistics&)> make;
@@ -84,6 +84,11 @@ inline std::vector<entry> entries_of(const std::vector<listed_format>& formats) 
         entries.push_back({f.name, f.source, [f](const known_statistics&) {
                                return kvq::format_pair{f.keys(nullptr), f.values()};
                            }});
+        if (f.plans)
+            entries.push_back({f.name + "+own", f.source, [f](const known_statistics& known) {
+                                   const kvq::calibration keys_alone = known.own.without_queries();
+                                   return kvq::format_pair{f.keys(&keys_alone), f.values()};
+                               }});
         if (!f.takes_statistics) continue;
         entries.push_back({f.name + "+stats", f.source, [f](const known_statistics& known) {
                                return kvq::format_pair{f.keys(&known.text), f.values()};

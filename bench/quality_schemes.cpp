@@ -36,7 +36,8 @@ bool takes_statistics(const std::string& name) {
     return takes;
 }
 listed_format built_in(const std::string& name, const std::string& source) {
-    return {name, source, built_in_keys(name), built_in_values(name), takes_statistics(name)};
+    const bool plans = kvq::find_format(name, kvq::tensor::key).wants_plan();
+    return {name, source, built_in_keys(name), built_in_values(name), takes_statistics(name), plans};
 }
 
 template <class Keys>
@@ -155,8 +156,9 @@ std::vector<listed_format> affine_formats() {
 
 std::vector<listed_format> kivi_formats() {
     list all;
-    for (const char* const name : {"kivi-8-g64", "kivi-4-g32", "kivi-4-g64", "kivi-4-g128", "kivi-3-g32",
-                                   "kivi-3-g64", "kivi-2-g32", "kivi-2-g64", "kivi-2-g128"})
+    for (const char* const name :
+         {"kivi-8-g64", "kivi-6-g64", "kivi-5-g64", "kivi-4-g32", "kivi-4-g64", "kivi-4-g128", "kivi-3-g32",
+          "kivi-3-g64", "kivi-2-g32", "kivi-2-g64", "kivi-2-g128"})
         all.push_back(built_in(name, "KIVI, arXiv 2402.02750"));
     return all;
 }
@@ -211,6 +213,8 @@ std::vector<listed_format> recent_formats() {
             compiled<oscar_scaled<2, 64>>("oscar-scaled-2-g64", scaled),
             compiled<oscar_scaled<3, 64>>("oscar-scaled-3-g64", scaled),
             compiled<oscar_scaled<4, 64>>("oscar-scaled-4-g64", scaled),
+            compiled<oscar_scaled<5, 64>>("oscar-scaled-5-g64", scaled),
+            compiled<oscar_scaled<6, 64>>("oscar-scaled-6-g64", scaled),
             {"oscar-spectral-2", spectral, &spectral_keys<oscar_spectral<2>>,
              &compiled_values<oscar_spectral<2>::values>, true},
             block_gtq<2>("block-gtq-2"),

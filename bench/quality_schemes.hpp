@@ -22,6 +22,7 @@ struct listed_format {
     make_keys keys;
     make_values values;
     bool takes_statistics = false;  ///< keys differ with them
+    bool plans = false;             ///< caches plan its keys by default (kvq::key_statistics::own)
 };
 
 /// Groups of channels of a token; what MLX, HQQ and many engines have.

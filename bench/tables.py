@@ -3,12 +3,11 @@
 """Tables that put rows of several runs side by side: Markdown of the JSON lines that bench_quality, bench_ablation and kvq_llama
 evaluate print. scripts/quality makes the runs.
 
-tables.py ratios    RESULTS                           presets against published methods of about their size
+tables.py sizes     NAME RESULTS [NAME RESULTS]...    presets that ask for nothing against the best published method of their size
 tables.py reference RESULTS                           presets against the study that they were chosen by
 tables.py windows   RESULTS...                        a scheme with several windows, a file each
 tables.py transfer  NAME TEXT RESULTS [TEXT RESULTS]... [, NAME ...]     statistics of several texts, the judged text's first
 tables.py parts     NAME RESULTS [NAME RESULTS]...    bench_ablation: keys alone and values alone
-tables.py factors   NAME RESULTS [NAME RESULTS]...    kvq_llama evaluate: divergence of published methods over that of presets
 tables.py changes   NAME RESULTS [NAME RESULTS]...    presets with one ingredient changed
 tables.py gpu       RESULTS                           docs/lab/gpu.md, of `scripts/gpu-bench --json`
 tables.py engine    RESULTS                           the same, of `scripts/gpu-bench engine --json`
@@ -17,43 +16,16 @@ tables.py engine    RESULTS                           the same, of `scripts/gpu-
 import json
 import sys
 
-PAIRS = (
-    (
-        "low2+stats",
-        ("kivi-2-g64", "kvarn-2", "turboquant-2", "oscar-scaled-2-g64", "oscar-spectral-2+stats", "block-gtq-2+stats", "octopus-2"),
-    ),
-    ("low3+stats", ("kivi-3-g64", "kvarn-3", "turboquant-3", "oscar-scaled-3-g64", "block-gtq-3+stats", "octopus-3")),
-    (
-        "mix4+stats",
-        ("kivi-4-g64", "kvarn-4", "turboquant-4", "q4_0-h", "oscar-scaled-4-g64", "block-gtq-4+stats", "octopus-4"),
-    ),
-    ("std4", ("kivi-4-g64", "kivi-4-g128", "oscar-scaled-4-g64")),
-    ("std4-h", ("kivi-4-g64", "kvarn-4", "oscar-scaled-4-g64")),
-    ("low3-h", ("kivi-3-g64", "kvarn-3", "turboquant-3", "oscar-scaled-3-g64", "octopus-3")),
-    ("low2-h", ("kivi-2-g64", "kvarn-2", "turboquant-2", "oscar-scaled-2-g64", "octopus-2")),
-    ("std5", ("kivi-4-g32",)),
-    ("ref8", ("q8_0-h", "int8")),
+# Presets that ask for nothing, by size.
+SIZES = (
+    (2, ("low2+own", "low2-h")),
+    (3, ("low3+own", "low3-h")),
+    (4, ("mix4+own", "std4-h", "std4")),
+    (5, ("std5-h", "std5")),
+    (6, ("hi6-h", "hi6")),
+    (8, ("ref8",)),
 )
-
-# The same in models.
-MODEL_PAIRS = (
-    ("mix4+stats", ("kivi-4-g64", "kvarn-4", "turboquant-4", "q4_0-h", "oscar-scaled-4-g64")),
-    ("low3+stats", ("kivi-3-g64", "kvarn-3", "turboquant-3", "oscar-scaled-3-g64")),
-    (
-        "low2+stats",
-        ("kivi-2-g64", "kvarn-2", "turboquant-2", "oscar-scaled-2-g64", "oscar-spectral-2+stats", "block-gtq-2+stats", "octopus-2"),
-    ),
-    ("mix4+self", ("kivi-4-g64", "kvarn-4", "oscar-scaled-4-g64")),
-    ("low3+self", ("kivi-3-g64", "kvarn-3", "oscar-scaled-3-g64")),
-    ("low2+self", ("kivi-2-g64", "kvarn-2", "turboquant-2", "octopus-2")),
-    ("std4", ("kivi-4-g64", "kvarn-4", "turboquant-4", "oscar-scaled-4-g64")),
-    ("std4-h", ("kivi-4-g64", "kvarn-4", "turboquant-4", "oscar-scaled-4-g64")),
-    ("low3", ("kivi-3-g64", "kvarn-3", "turboquant-3", "oscar-scaled-3-g64")),
-    ("low3-h", ("kivi-3-g64", "kvarn-3", "turboquant-3", "oscar-scaled-3-g64", "octopus-3")),
-    ("low2-h", ("kivi-2-g64", "kvarn-2", "turboquant-2", "oscar-scaled-2-g64", "octopus-2")),
-    ("low2", ("kivi-2-g64", "kvarn-2", "turboquant-2", "oscar-scaled-2-g64")),
-    ("ref8", ("int8",)),
-)
+OWN = tuple(name.split("+")[0] for _, names in SIZES for name in names)
 
 # Of the study: output error, KL divergence on its TinyLlama tensors (layers 2, 8, 14 and 20; two of eight query heads; 192
 # queries a head). The rows of its presets, and published methods to compare them with.
@@ -135,15 +107,33 @@ def print_table(head, rows):
         print("| " + " | ".join(row) + " |")
 
 
-def ratios(path):
-    of = read(path)
-    print("| preset | bits | published | bits | KLD | output error |\n|---|---:|---|---:|---:|---:|")
-    for own, others in PAIRS:
-        for other in others:
-            a, b = of[own], of[other]
-            print(
-                f"| `{own}` | {a['bits']:.2f} | `{other}` | {b['bits']:.2f} | {b['kld'] / a['kld']:.1f} × | {b['out'] / a['out']:.2f} × |"
-            )
+def best_published(run, bits):
+    """The least divergence without statistics at about so many bits: from 1 % fewer to one more."""
+    of = [r for r in run.values() if 0.99 * bits <= r["bits"] < bits + 1 and "+" not in r["scheme"] and r["kld"] > 0]
+    of = [r for r in of if not any(r["scheme"] == own or r["scheme"].startswith(own + "-") for own in OWN)]
+    return min(of, key=lambda r: r["kld"], default=None)
+
+
+def sizes(*words):
+    names, runs = words[0::2], [read(path) for path in words[1::2]]
+    rows = []
+    for size, presets in SIZES:
+        for preset in presets:
+            if not any(preset in run for run in runs):
+                continue
+            row = [str(size), f"`{preset}`"]
+            for run in runs:
+                own = run.get(preset) or run.get(preset.replace("+own", "+own64"))
+                other = own and best_published(run, own["bits"])
+                if other:
+                    row.append(f"{own['bits']:.2f}: {own['kld']:.2e}")
+                    row.append(f"{other['bits']:.2f}: {other['kld']:.2e} `{other['scheme']}`")
+                    row.append(f"{other['kld'] / own['kld']:.2f}")
+                else:
+                    row += ["–"] * 3
+            rows.append(row)
+    columns = [column for name in names for column in (name + ", bits: KL divergence", "best published", "factor")]
+    print_table(("size", "preset", *columns), rows)
 
 
 def reference(path):
@@ -261,16 +251,6 @@ def changes(*words):
     print_table(("factor", *(f"{n} {p}" if p == "mix4" else p for n in names for p in presets)), rows)
 
 
-def factors(*words):
-    names, runs = words[0::2], [read(path) for path in words[1::2]]
-    rows = []
-    for own, others in MODEL_PAIRS:
-        for other in others:
-            if all(own in run and other in run for run in runs):
-                rows.append([f"`{own}`", f"`{other}`", *(f"{run[other]['kld'] / run[own]['kld']:.1f}" for run in runs)])
-    print_table(("preset", "published", *names), rows)
-
-
 def gpu(path):
     rows = read_lines(path)
     attention = {}  # of pages of 64 tokens, or 128 where a format has no others; small ones apart
@@ -365,7 +345,7 @@ def engine(path):
 
 
 def main():
-    kinds = {f.__name__: f for f in (ratios, reference, windows, transfer, parts, factors, changes, gpu, engine)}
+    kinds = {f.__name__: f for f in (sizes, reference, windows, transfer, parts, changes, gpu, engine)}
     if len(sys.argv) < 3 or sys.argv[1] not in kinds:
         sys.exit(__doc__.strip())
     kinds[sys.argv[1]](*sys.argv[2:])

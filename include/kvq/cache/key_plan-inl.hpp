@@ -7,6 +7,7 @@
 #include "../core/float_formats.hpp"
 #include "../core/resource_vector.hpp"
 #include "../quant/calibration.hpp"
+#include "../quant/width_allocation.hpp"
 #include "../schemes/full.hpp"
 #include "key_plan.hpp"
 
@@ -84,7 +85,7 @@ struct window_keys {
     block_shape block;
     const std::byte* data;
 
-    /// As calibration has it: mean square times mean variance.
+    /// As a plan of these keys has it.
     double importance(int channel) const {
         const value_layout<Window> layout(block);
         double variances = 0.0, squares = 0.0, tokens = 0.0;
@@ -96,7 +97,7 @@ struct window_keys {
             add_channel(n, key, variances, squares);
             tokens += n;
         });
-        return rounded_product(squares / tokens, variances / tokens);
+        return key_importance(squares / tokens, variances / tokens);
     }
 };
 

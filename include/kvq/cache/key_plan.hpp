@@ -7,7 +7,7 @@
 // A plan belongs to a layer of a sequence. A page holds the format with the plan that quantized it
 // (page/page.hpp), a page table that of its next pages. So forks, prefix hits and spliced pages are read
 // under their own plan, and a plan is freed with its last page. A trim to fewer than T tokens forgets the
-// plan for later pages. Guard: it is shrunk by what may be chance (text_doubt, key_doubt), and a page whose
+// plan for later pages. Guard: it doubts what keys say of queries (key_doubt), and a page whose
 // own keys expect a larger error from it than from even widths has even widths, in as many bytes.
 // Contract: the plan depends on the tokens alone, as pages do (cache/sequence.hpp), not on the sizes of
 // chunks. Layers of keys alone have none.

@@ -2,6 +2,7 @@
 //
 //   error = sum_c importance_c * noise(width of c),
 //     importance_c = E[q_c^2] var(k_c): the channel's share of the logits' variance
+//                  ~ E[k_c^2] sd(k_c) where no query is known (`key_importance`)
 //   noise(B) = 1, 0.363, 0.119, 0.037 for 0 to 3 bits     the best uniform grid for normally distributed
 //                                                         values
 //              1.92 / (2^B - 1)^2 for more                a grid over the range of 64 of them (4.8 sigma):
@@ -102,9 +103,14 @@ KVQ_HD inline double steadied(double log, double power) noexcept {
 /// is expected.
 constexpr double text_doubt(double average_bits) noexcept { return average_bits < 4.0 ? 0.2 : 0.6; }
 
-/// Least expected variance when the power of keys replaces that of queries: the variance of log(E[q_c^2] /
-/// E[k_c^2]) over the channels of a head. Measured: 0.15, 0.6 and 1.05 in three models (docs/lab/presets.md).
-inline constexpr double key_doubt = 0.6;
+/// The importance that a channel's keys let expect, in some unit: models make queries larger where keys are,
+/// and smaller where keys vary (docs/lab/presets.md).
+KVQ_HD inline double key_importance(double mean_square, double variance) noexcept {
+    return mean_square * std::sqrt(variance);
+}
+
+/// Expected variance of the logarithm of a channel's importance, from what keys say to what queries do.
+inline constexpr double key_doubt = 0.3;
 
 /// Shrinks importances (>= 0, in any unit) by what may be chance; their order stays. doubt: expected variance
 /// of the natural logarithm of a channel's importance; 0 changes nothing. An importance below 2^-20 of the

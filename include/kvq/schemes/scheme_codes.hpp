@@ -102,8 +102,8 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
         : scheme_codes(std::make_shared<const width_plan>(make_plan(statistics))) {}
 
     /// The plan of least expected error (quant/width_allocation.hpp). doubt: how far the quantized text may
-    /// differ from that of the statistics; 0: not at all. Few statistics raise it, statistics without queries
-    /// raise it to at least key_doubt, and statistics without keys give even widths.
+    /// differ from that of the statistics; 0: not at all. Few statistics raise it; statistics without queries
+    /// doubt key_doubt in its place, and statistics without keys give even widths.
     static width_plan make_plan(const calibration& statistics, double doubt = text_doubt(eighths / 8.0)) {
         const cache_shape& s = statistics.shape();
         width_plan plan{s.kv_heads, s.head_dim, {}};
@@ -111,16 +111,17 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
         for (int layer = 0; layer < s.layers; ++layer)
             for (int head = 0; head < s.kv_heads; ++head) {
                 const bool queries = statistics.queries(layer, head) > 0.0;
-                for (int c = 0; c < s.head_dim; ++c)
+                for (int c = 0; c < s.head_dim; ++c) {
+                    const double variance = statistics.key_variance(layer, head, c);
                     importance[static_cast<std::size_t>(c)] =
-                        (queries ? statistics.query_power(layer, head, c)
-                                 : statistics.key_power(layer, head, c)) *
-                        statistics.key_variance(layer, head, c);
+                        queries ? statistics.query_power(layer, head, c) * variance
+                                : key_importance(statistics.key_power(layer, head, c), variance);
+                }
                 const double counted = statistics.keys(layer, head);
                 steady_importance(importance,
                                   doubt > 0.0
                                       ? (queries ? doubt + chance(statistics.queries(layer, head), counted)
-                                                 : doubt_of_keys(counted, doubt))
+                                                 : doubt_of_keys(counted))
                                       : 0.0);
                 plan.blocks.push_back(allocate_widths(importance, width_list::values, row_words(s.head_dim)));
             }
@@ -128,9 +129,7 @@ requires(Group != any_group) struct scheme_codes<mixed_bits<Widths, Average>, pe
     }
 
     /// What a plan of so many keys, and of no queries, doubts.
-    static double doubt_of_keys(double keys, double doubt = text_doubt(eighths / 8.0)) {
-        return larger(doubt, key_doubt) + chance(0.0, keys);
-    }
+    static double doubt_of_keys(double keys) { return key_doubt + chance(0.0, keys); }
 
     /// A plan of keys alone, of one layer, for every layer that uses it. Channels of one width keep their
     /// order, so that a digit for each channel says all (write_plan).

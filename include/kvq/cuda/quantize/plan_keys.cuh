@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int i = 0; i < own; ++i)
         if (const int c = thread + i * threads; c < dim)
-            m.importance[c] = (squares[i] / counted) * (variances[i] / counted);
+            m.importance[c] = key_importance(squares[i] / counted, variances[i] / counted);
     __syncthreads();
     double top = 0.0;
     for (int c = 0; c < dim; ++c) top = kvq::detail::larger(top, m.importance[c]);
