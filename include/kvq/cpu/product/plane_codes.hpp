@@ -140,7 +140,7 @@ private:
         const int c = at.first_column + j,
                   line = (codes_.cols.count == 1 ? 0 : c / codes_.cols.stride) * row_line_ + at.slot;
         const float *const row_scale = row_scale_.data() + line, *const row_bias = row_bias_.data() + line;
-        const auto column = static_cast<std::size_t>(at.set + c);
+        const auto column = static_cast<std::size_t>(at.set) + static_cast<std::size_t>(c);
         const float col_scale = col_scale_[column], col_bias = col_bias_[column];
         const bool rows_first = use_.row_bias || !use_.col_bias;
         numbers of;
