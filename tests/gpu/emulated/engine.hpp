@@ -191,6 +191,15 @@ inline void wait_at_barrier(int number, int threads, int value = 0) {
     meet(meeting::block);
 }
 
+/// The same without waiting.
+inline void arrive_at_barrier(int number, int threads) {
+    barrier_state& b = block->barriers[number];
+    if (b.there > 0 && b.awaited != threads)
+        fail("threads at a barrier wait for different numbers of others");
+    ++b.there;
+    b.awaited = threads;
+}
+
 /// The current thread waits until what others do makes this true.
 inline void wait_until(std::function<bool()> there) {
     thread->until = std::move(there);
@@ -288,6 +297,7 @@ inline void run_block(const dim3& index, const dim3& grid, const dim3& size, std
     own.warps.resize((count + warp_size - 1) / warp_size);
     std::memset(static_cast<void*>(own.warps.data()), 0xff, own.warps.size() * sizeof(warp_state));
     own.live = static_cast<int>(count);
+    for (barrier_state& b : own.barriers) b = {};  // some may have arrived for whom none has waited
     own.run = run;
     own.kernel = kernel;
     for (std::size_t i = 0; i < own.warps.size(); ++i) {

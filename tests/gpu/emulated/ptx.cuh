@@ -348,6 +348,7 @@ inline void copy_word_async(std::uint32_t to, const void* from, std::uint32_t by
     emulated::thread->copies.add({at_shared(to, 4), from, bytes, 4});
 }
 inline void wait_at_barrier(int number, int threads) { emulated::wait_at_barrier(number, threads); }
+inline void arrive_at_barrier(int number, int threads) { emulated::arrive_at_barrier(number, threads); }
 inline bool any_at_barrier(int number, int threads, bool own) {
     emulated::wait_at_barrier(number, threads, own);
     return emulated::thread->any;

@@ -134,7 +134,6 @@ inline void barrier_wait(std::uint32_t at, std::uint32_t parity) {
 [[noreturn]] inline void no_clusters() { emulated::fail("clusters are not emulated"); }
 inline int cluster_rank() { no_clusters(); }
 inline void cluster_wait() { no_clusters(); }
-inline void arrive_at_barrier(int, int) { no_clusters(); }
 inline std::uint32_t place_in(int, std::uint32_t) { no_clusters(); }
 inline void barrier_arrive_cluster(std::uint32_t) { no_clusters(); }
 inline void barrier_expect(std::uint32_t, int) { no_clusters(); }

@@ -378,6 +378,10 @@ __device__ __forceinline__ void copy_word_async(std::uint32_t to, const void* fr
 __device__ __forceinline__ void wait_at_barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
+/// Arrives where others wait, and does not wait.
+__device__ __forceinline__ void arrive_at_barrier(int number, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
 /// Waits as wait_at_barrier(); is it true for one of the threads?
 __device__ __forceinline__ bool any_at_barrier(int number, int threads, bool own) {
     std::uint32_t any;

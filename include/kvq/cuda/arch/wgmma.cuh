@@ -293,10 +293,6 @@ __device__ __forceinline__ void store_matrices(std::uint32_t at, std::uint32_t a
                      "r"(b), "r"(c), "r"(d)
                      : "memory");
 }
-/// Arrives where others wait, and does not wait.
-__device__ __forceinline__ void arrive_at_barrier(int number, int threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
 /// As copy_bulk(), from this block's shared memory to another's; to, barrier: there (place_in).
 __device__ __forceinline__ void copy_bulk_to(std::uint32_t to, std::uint32_t from, int bytes,
                                              std::uint32_t barrier) {

@@ -67,7 +67,7 @@ struct latent_mma_launch {
     using args_type = Args;
     using shape = latent_mma_shape<Rows, Stages>;
     static constexpr auto* kernel = latent_mma_kernel<shape, Args, Tiles>;
-    static constexpr int threads = shape::threads, cluster = 1,
+    static constexpr int threads = shape::all_threads, cluster = 1,
                          bytes = latent_mma_memory<Args::first_pair::head_dim, shape>::bytes;
     static constexpr kernel_facts facts{"latent_mma_kernel", Rows, MoreRowsThan, bytes, bytes};
 };

@@ -393,6 +393,7 @@ struct latent_list_producer {
 /// As latent_part_tiles, of lists: two warps have 16 tokens of a tile.
 template <class Shape, class Args>
 struct latent_listed_tiles {
+    static constexpr bool to_registers = true;
     static constexpr int words = Shape::rows > 32 ? 8 : 32;
     static_assert(Shape::warps == 8);
     const latent_piece& piece;

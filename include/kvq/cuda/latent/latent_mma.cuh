@@ -1,7 +1,8 @@
 // Latent attention on tensor cores of every device from compute capability 8.0 on: products of warps.
 //
-//   tile      64 tokens as half floats (latent_tiles.cuh), which both products read. All 8 warps make it;
-//             where shared memory has two, the pages of the next one are on their way meanwhile
+//   tile      64 tokens as half floats (latent_tiles.cuh), which both products read. For 16 rows there are
+//             two: 8 warps make one while 8 others read the other one. With more rows, or 99 KB of shared
+//             memory, there is one, which 8 warps make and read
 //   scores    a warp has 16 rows, half of the tokens, and a part of every 64 channels: with few rows several
 //             warps add up a score
 //   weights   a row belongs to neighbouring threads; weights stand where its scores stood
@@ -9,8 +10,8 @@
 //
 // Maxima as in latent_few_rows.cuh. 16 rows keep their query in registers, so that two tiles of 576 channels
 // fit into the shared memory of compute capability 8.0, and one into that of 8.6, 8.9 and 12.x.
-// Contract: attend_latents() in latent.cuh. Shared memory for 576 channels: 161 KB, 89 KB where
-// thread blocks have little.
+// Contract: attend_latents() in latent.cuh. Shared memory for 576 channels: 161 KB, 89 KB where thread
+// blocks have little.
 #pragma once
 
 #include "latent_memory.cuh"
@@ -21,6 +22,8 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 template <int Rows, int Stages>
 struct latent_mma_shape {
     static constexpr int rows = Rows, stages = Stages, warps = 8, threads = 32 * warps;
+    /// Other warps make the tiles where one can be made while another is read.
+    static constexpr int producers = stages > 1 ? threads : 0, all_threads = threads + producers;
     static constexpr int strips = Rows / 16;
     static constexpr int splits = 64 / Rows;  // of 64 channels of a score
     static constexpr bool query_held = Rows == 16;
@@ -38,8 +41,8 @@ struct latent_mma_memory {
     static constexpr int tiles = query_bytes, tile_bytes = latent_tile * Dim * 2;
     static constexpr int scores = tiles + Shape::stages * tile_bytes, row_bytes = latent_tile * 4,
                          split_bytes = Shape::rows * row_bytes;
-    static constexpr int factors = scores + Shape::splits * split_bytes, note = factors + Shape::rows * 4,
-                         bytes = note + 16;
+    static constexpr int factors = scores + Shape::splits * split_bytes, notes = factors + Shape::rows * 4,
+                         bytes = notes + Shape::stages * 16;
 };
 
 /// A block of query rows.
@@ -62,8 +65,8 @@ struct latent_mma_rows {
     __device__ __forceinline__ std::uint32_t tile(int stage) const {
         return base + static_cast<std::uint32_t>(memory::tiles + stage * memory::tile_bytes);
     }
-    __device__ __forceinline__ std::uint32_t note_at() const {
-        return base + static_cast<std::uint32_t>(memory::note);
+    __device__ __forceinline__ std::uint32_t note(int stage) const {
+        return base + static_cast<std::uint32_t>(memory::notes + stage * 16);
     }
     __device__ __forceinline__ void begin(const latent_piece& piece) {
         const auto& a = args.a;
@@ -134,10 +137,10 @@ struct latent_mma_rows {
                             __float_as_uint(s[n][2 * r + 1]));
     }
     /// Scores to weights; the output follows maxima that were raised. Behind a barrier; ends with one.
-    __device__ __forceinline__ void weigh(const latent_piece& piece) {
+    __device__ __forceinline__ void weigh(const latent_piece& piece, int stage) {
         constexpr int fours = Shape::fours;
         const int row = thread / Shape::row_threads, own = thread % Shape::row_threads;
-        const latent_note note = latent_note::load(note_at());
+        const latent_note of_tile = latent_note::load(note(stage));
         float s[fours][4];
 #pragma unroll
         for (int i = 0; i < fours; ++i) {
@@ -156,10 +159,10 @@ struct latent_mma_rows {
 #pragma unroll
                 for (float& x : s[i]) x = capped(x, args.a.softcap);
         }
-        if (!args.all_see(note, piece.sequence, piece.length)) {
+        if (!args.all_see(of_tile, piece.sequence, piece.length)) {
             const std::uint64_t seen =
-                note.shown() & args.seen_by(piece.sequence, piece.length, piece.row_block * Shape::rows + row,
-                                            note.position);
+                of_tile.shown() & args.seen_by(piece.sequence, piece.length,
+                                               piece.row_block * Shape::rows + row, of_tile.position);
 #pragma unroll
             for (int i = 0; i < fours; ++i)
 #pragma unroll
@@ -289,6 +292,7 @@ private:
 /// The tiles of a piece, one after the other: those of parts.
 template <class Shape, class Args>
 struct latent_part_tiles {
+    static constexpr bool to_registers = false;  // what fetch() asks for
     static constexpr int parts = decltype(Args::parts)::count;
     struct place {
         int part = -1;  // none
@@ -317,7 +321,7 @@ struct latent_part_tiles {
         });
         copy_commit();
         look_up(number + 1);
-        if constexpr (Shape::stages == 1) prefetch();
+        prefetch();
     }
     /// Makes the tile that was asked for, and notes what it shows.
     __device__ __forceinline__ void store(std::uint32_t tile, std::uint32_t note) {
@@ -364,7 +368,7 @@ private:
             number -= count;
         });
     }
-    /// Asks for the pages that begin in the tile ahead, where no copy can do it yet.
+    /// Asks for the pages that begin in the tile ahead, which no copy can do yet.
     __device__ __forceinline__ void prefetch() const {
         of_part(ahead, [&]<class Part>(const Part& part) {
             using pair = typename Part::pair_type;
@@ -384,44 +388,70 @@ private:
 
 /// Tiles: those of a piece. Of code for sm_90a the kernel is empty: its devices take other ones.
 template <class Shape, class Args, template <class, class> class Tiles>
-__global__ void __launch_bounds__((KVQ_WARPGROUP_PRODUCTS ? 32 : Shape::threads), 1)
+__global__ void __launch_bounds__((KVQ_WARPGROUP_PRODUCTS ? 32 : Shape::all_threads), 1)
     latent_mma_kernel([[maybe_unused]] const __grid_constant__ Args args) {
 #if !KVQ_WARPGROUP_PRODUCTS
     extern __shared__ __align__(128) std::byte shared[];
-    const int thread = static_cast<int>(threadIdx.x);
+    constexpr int stages = Shape::stages;
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     launch_dependents();
     latent_walk<Args> walk(args, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
-    latent_mma_rows<Shape, Args> rows(args, shared_address(shared), thread);
-    int stage = 0;
     latent_piece piece;
+    latent_mma_rows<Shape, Args> rows(args, shared_address(shared), thread);
     const auto wait = [] { wait_at_barrier(1, Shape::threads); };
-    while (walk.next(piece)) {
-        if (thread == 0) note_bounds(args, piece);
-        rows.begin(piece);
-        Tiles<Shape, Args> tiles(args, piece, thread / 32, thread % 32);
-        if (piece.from < piece.to) {
-            tiles.fetch(piece.from, rows.tile(stage));
-            tiles.store(rows.tile(stage), rows.note_at());
-        }
-        wait();
+    if constexpr (stages > 1) {
+        // Barriers: a tile of a stage is there; it has been read.
+        const auto there = [](int stage) { return 2 + stage; };
+        const auto read = [](int stage) { return 2 + stages + stage; };
+        int number = 0;  // tiles
+        if (warp >= Shape::warps) {
+            while (walk.next(piece)) {
+                Tiles<Shape, Args> tiles(args, piece, warp - Shape::warps, lane);
 #pragma unroll 1
-        for (int number = piece.from; number < piece.to; ++number) {
-            const int next = (stage + 1) % Shape::stages;
-            const bool more = number + 1 < piece.to;
-            if (Shape::stages > 1 && more) tiles.fetch(number + 1, rows.tile(next));
-            rows.scores(rows.tile(stage));
-            wait();
-            rows.weigh(piece);
-            rows.add(rows.tile(stage));
-            if (Shape::stages == 1) {
-                wait();
-                if (more) tiles.fetch(number + 1, rows.tile(next));
+                for (int tile = piece.from; tile < piece.to; ++tile, ++number) {
+                    const int stage = number % stages;
+                    if (Tiles<Shape, Args>::to_registers) tiles.fetch(tile, rows.tile(stage));
+                    if (number >= stages) wait_at_barrier(read(stage), Shape::all_threads);
+                    if (!Tiles<Shape, Args>::to_registers) tiles.fetch(tile, rows.tile(stage));
+                    tiles.store(rows.tile(stage), rows.note(stage));
+                    arrive_at_barrier(there(stage), Shape::all_threads);
+                }
             }
-            if (more) tiles.store(rows.tile(next), rows.note_at());
-            wait();
-            stage = next;
+        } else {
+            while (walk.next(piece)) {
+                if (thread == 0) note_bounds(args, piece);
+                rows.begin(piece);
+#pragma unroll 1
+                for (int tile = piece.from; tile < piece.to; ++tile, ++number) {
+                    const int stage = number % stages;
+                    wait_at_barrier(there(stage), Shape::all_threads);
+                    rows.scores(rows.tile(stage));
+                    wait();
+                    rows.weigh(piece, stage);
+                    rows.add(rows.tile(stage));
+                    arrive_at_barrier(read(stage), Shape::all_threads);
+                }
+                rows.finish(piece);
+            }
         }
-        rows.finish(piece);
+    } else {
+        while (walk.next(piece)) {
+            if (thread == 0) note_bounds(args, piece);
+            rows.begin(piece);
+            Tiles<Shape, Args> tiles(args, piece, warp, lane);
+#pragma unroll 1
+            for (int tile = piece.from; tile < piece.to; ++tile) {
+                tiles.fetch(tile, rows.tile(0));
+                tiles.store(rows.tile(0), rows.note(0));
+                wait();
+                rows.scores(rows.tile(0));
+                wait();
+                rows.weigh(piece, 0);
+                rows.add(rows.tile(0));
+                wait();
+            }
+            rows.finish(piece);
+        }
     }
 #endif
 }

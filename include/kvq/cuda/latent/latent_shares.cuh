@@ -119,7 +119,7 @@ struct latent_args {
     template <class Part>
     __device__ __forceinline__ token_range held(const Part& part, int b, int length) const {
         token_range range = held_tokens(part, b, length, recent);
-        if (a.work.window.tokens > 0 && !(a.window_sinks && part.capacity >= 0)) {
+        if (a.work.window.tokens > 0 && !(a.window_sinks && part.capacity >= 0)) [[unlikely]] {
             const int unseen =
                 begin_at(b, length - a.work.oldest) - skipped(b) - part.cache.first_token - range.first;
             if (unseen > 0) range.first += unseen / latent_tile * latent_tile;
