@@ -1,6 +1,6 @@
 // A prompt's attention: chunks of new tokens over a long context in one format.
 //
-//   prefill [--json] [--quick] [--baseline FILE]       with -DPART=0 to 7: the rows of one format; with
+//   prefill [--json] [--quick] [--baseline FILE]       with -DPART=0 to 8: the rows of one format; with
 //                                                      -DHEAD_DIM=256 or 512, too
 //
 // 32 query heads, 8 kv heads, head_dim 128 or HEAD_DIM, one sequence, fp16 tensors. 4 sinks and a recent
@@ -52,11 +52,23 @@ struct pages_of {
         if constexpr (cuda::detail::codec<typename Format::keys>.several_widths())
             if (planned) ref.key_plans = plans = bench::key_plans<Format>(heads);
         const std::size_t key_page = ref.dense_key_page(heads), value_page = ref.dense_value_page(heads);
-        BENCH_OK(cudaMalloc(&memory, (key_page + value_page) * static_cast<std::size_t>(columns)));
+        std::size_t lower_keys = 0, lower_values = 0;
+        if constexpr (cuda::detail::has_lower<Format>) {
+            lower_keys = heads * Format::lower_key_bytes;
+            lower_values = heads * Format::lower_value_bytes;
+        }
+        const auto count = static_cast<std::size_t>(columns);
+        BENCH_OK(cudaMalloc(&memory, (key_page + value_page + lower_keys + lower_values) * count));
         std::vector<int> order(static_cast<std::size_t>(columns));
         std::iota(order.begin(), order.end(), 0);
         std::shuffle(order.begin(), order.end(), std::mt19937(5));
-        table = bench::on_device(order);
+        std::vector<int> numbers = order;
+        if constexpr (cuda::detail::has_lower<Format>) {
+            for (int& number : numbers) number = cuda::detail::plane_number(number, columns - 1 - number);
+            std::byte* const lower = memory + (key_page + value_page) * count;
+            ref.lower = {{lower, lower + lower_keys * count, lower_keys, lower_values}};
+        }
+        table = bench::on_device(numbers);
         ref.kv_heads = heads;
         ref.key_page_bytes = key_page;
         ref.value_page_bytes = value_page;
@@ -72,10 +84,11 @@ struct pages_of {
         } else {
             using source_format = cuda::block_pair<full<float16>, full<float16>, dim, page_tokens>;
             const pages_of<source_format> source(columns, tokens, first_token);
-            int* const all = bench::on_device(order);
-            bench::check(cuda::requantize_pages(source.ref, ref, all, all, columns, nullptr, nullptr));
+            int *const all = bench::on_device(order), *const to = bench::on_device(numbers);
+            bench::check(cuda::requantize_pages(source.ref, ref, all, to, columns, nullptr, nullptr));
             BENCH_OK(cudaDeviceSynchronize());
             cudaFree(all);
+            cudaFree(to);
         }
     }
     pages_of(const pages_of&) = delete;
@@ -291,7 +304,9 @@ int main(int argc, char** argv) {
         rows<cuda::preset_pair<low2, dim, page_tokens>>(name, json, quick, baseline);
 #elif PART == 6
     rows<row_pair<row_layout_number("fp8")>>("fp8", json, quick, baseline);
-#else
+#elif PART == 7
     rows<row_pair<row_layout_number("nvfp4")>>("nvfp4", json, quick, baseline);
+#else
+    rows<cuda::plane_pair<cuda::preset_pair<nested4, dim, page_tokens>>>("nested8", json, quick, baseline);
 #endif
 }
