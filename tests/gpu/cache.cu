@@ -1178,7 +1178,8 @@ struct history {
         const std::vector<float16> x = random_queries(r, c);
         const token_view<const float16> q(c.q.get(), n, q_heads, dim);
         const token_view<float16> out(c.out.get(), n, q_heads, dim);
-        const cuda::attention_options options{.softcap = cap, .selected_tokens = tokens};
+        const cuda::attention_options options{
+            .softcap = cap, .selected_tokens = tokens, .early = step % 4 < 2};
         for (int i = 0; i < layers; ++i)
             if (i != layer || step % 2 == 0)
                 ok(c.gpu.append(i, c.rows(c.k, i, n), c.rows(c.v, i, n), c.stream));

@@ -113,26 +113,67 @@ __device__ __forceinline__ int select_largest(top_memory& memory, const unsigned
     return found;
 }
 
-/// The `count` largest of one key for each thread: calls take(place, thread) as select_largest() does. A
-/// histogram's counters would be met by many at once, since ranks are alike. All threads.
+/// The `count` largest of one key for each thread: calls take(place, thread) as select_largest() does. Digits
+/// of 8 bits, a barrier for each: every warp finds it by itself. All threads.
 template <class Take>
 __device__ __forceinline__ void take_largest(top_memory& memory, unsigned key, int count, const Take& take) {
+    constexpr int bins = 256;
+    static_assert(4 * bins == top_threads && sizeof memory.histogram >= 4 * 4 * bins);
     const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
-    // The largest floor that `count` keys reach, or the one below it that no more do: a barrier for each bit.
-    unsigned floor = 0;
-    int above = 0;  // keys that are larger
+    memory.histogram[thread] = 0;
+    __syncthreads();
+    // Keys above `floor` are taken, and the first `left` that equal it.
+    unsigned floor = 0, left = static_cast<unsigned>(count);
 #pragma unroll 1
-    for (unsigned bit = 1u << 31; bit > 0; bit >>= 1) {
-        const int reached = __syncthreads_count(key >= (floor | bit));
-        if (reached < count) {
-            above = reached;
-            continue;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        unsigned* const of_digit = memory.histogram + (24 - shift) / 8 * bins;
+        // Digits of a warp are often alike, and their counter would be met by all at once.
+        const bool counts_here = key != 0 && (shift == 24 || key >> shift >> 8 == floor);
+        const unsigned own = key >> shift & 0xffu, all = __ballot_sync(0xffffffffu, counts_here);
+        const auto add = [&](unsigned n) { atomicAdd(of_digit + ((own & 7u) << 5 | own >> 3), n); };
+        if (all != 0) {
+            const int first = __ffs(static_cast<int>(all)) - 1;
+            const unsigned digit = __shfl_sync(0xffffffffu, own, first),
+                           alike = __ballot_sync(0xffffffffu, counts_here && own == digit);
+            if (lane == first)
+                add(static_cast<unsigned>(__popc(alike)));
+            else if (counts_here && (alike >> lane & 1u) == 0)
+                add(1);
         }
-        floor |= bit;
-        if (reached > count) continue;
-        --floor;
-        above = count;
-        break;
+        __syncthreads();
+        // Lane i has the i-th eight from the largest one on, which lie 32 apart.
+        unsigned counts[8], sum = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) sum += counts[i] = of_digit[(7 - i) * warp_size + warp_size - 1 - lane];
+        unsigned before = sum;
+#pragma unroll
+        for (int step = 1; step < warp_size; step *= 2) {
+            const unsigned lower = __shfl_up_sync(0xffffffffu, before, static_cast<unsigned>(step));
+            if (lane >= step) before += lower;
+        }
+        const unsigned found = __ballot_sync(0xffffffffu, before >= left);
+        if (found == 0) {  // every one is taken
+            floor = left = 0;
+            break;
+        }
+        before -= sum;
+        unsigned digit = 0, in_digit = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            if (in_digit == 0 && before + counts[i] >= left) {
+                digit = static_cast<unsigned>(bins - 1 - 8 * lane - i);
+                in_digit = counts[i];
+            }
+            if (in_digit == 0) before += counts[i];
+        }
+        const int of = __ffs(static_cast<int>(found)) - 1;
+        floor = floor << 8 | __shfl_sync(0xffffffffu, digit, of);
+        left -= __shfl_sync(0xffffffffu, before, of);
+        if (left == __shfl_sync(0xffffffffu, in_digit, of)) {  // all of this digit
+            floor <<= shift;
+            left = top_threads;
+            break;
+        }
     }
     const unsigned larger_ones = __ballot_sync(0xffffffffu, key > floor),
                    equal_ones = __ballot_sync(0xffffffffu, key != 0 && key == floor);
@@ -144,11 +185,11 @@ __device__ __forceinline__ void take_largest(top_memory& memory, unsigned key, i
     const unsigned before = (1u << lane) - 1u,
                    first_larger = __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[0][lane] : 0u),
                    first_equal = __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[1][lane] : 0u);
-    const int equal = static_cast<int>(first_equal) + __popc(equal_ones & before), left = count - above;
+    const unsigned equal = first_equal + static_cast<unsigned>(__popc(equal_ones & before));
     if (key > floor || (key != 0 && key == floor && equal < left))
-        take(
-            static_cast<int>(first_larger) + __popc(larger_ones & before) + kvq::detail::smaller(equal, left),
-            thread);
+        take(static_cast<int>(first_larger + static_cast<unsigned>(__popc(larger_ones & before)) +
+                              kvq::detail::smaller(equal, left)),
+             thread);
 }
 
 struct top_args {
