@@ -648,6 +648,9 @@ int main() {
         "fp8, page 16 <-> kivi-4-g32, page 64");
     check_convert<f<nvfp4, nvfp4, 64, 64>, f<fp8, fp8, 64, 32>>("nvfp4, page 64 <-> fp8, page 32");
     check_convert<f<q8_0, q8_0, 64, 32>, f<int8, int8, 64, 16>>("q8_0, page 32 <-> int8, page 16", 1);
+    using mlx = records_of<record_layout_number("mlx-4-g64")>;
+    using v4 = records_of<record_layout_number("nvfp4-v4")>;
+    check_convert<f<mlx, v4, 64, 32>, f<int8, int8, 64, 16>>("mlx-4-g64 and nvfp4-v4 <-> int8");
     check_commit(1, 2);
     check_commit(5, 3);
     check_commit(32, 1);
