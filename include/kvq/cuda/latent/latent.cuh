@@ -71,13 +71,13 @@ struct latent_mma_launch {
                          bytes = latent_mma_memory<Args::first_pair::head_dim, shape>::bytes;
     static constexpr kernel_facts facts{"latent_mma_kernel", Rows, MoreRowsThan, bytes, bytes};
 };
-/// Where warpgroups have no products. Of thread blocks with little shared memory 16 rows and one tile.
+/// Where warpgroups have no products. With little shared memory blocks have at most 32 rows and one tile.
 template <class Args, template <class, class> class Tiles = latent_part_tiles>
 using latent_mma_launches = both_sizes<
     latent_mma_memory<Args::first_pair::head_dim, latent_mma_shape<64, 1>>::bytes,
     kernel_list<latent_mma_launch<Args, 64, 1, 32, Tiles>, latent_mma_launch<Args, 32, 1, 16, Tiles>,
                 latent_mma_launch<Args, 16, 2, 0, Tiles>>,
-    kernel_list<latent_mma_launch<Args, 16, 1, 0, Tiles>>>;
+    kernel_list<latent_mma_launch<Args, 32, 1, 16, Tiles>, latent_mma_launch<Args, 16, 1, 0, Tiles>>>;
 template <class Args, class Tokens = plain_part_tokens>
 struct latent_plain_launch {
     using args_type = Args;

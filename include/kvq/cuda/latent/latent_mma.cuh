@@ -8,8 +8,8 @@
 //   weights   a row belongs to neighbouring threads; weights stand where its scores stood
 //   output    O += P V, a warp has 16 or 32 rows and some octets of every 64 channels
 //
-// Maxima as in latent_few_rows.cuh. 16 rows keep their query in registers, so that two tiles of 576 channels
-// fit into the shared memory of compute capability 8.0, and one into that of 8.6, 8.9 and 12.x.
+// Maxima as in latent_few_rows.cuh. 16 and 32 rows keep their query in registers, so that two tiles of 576
+// channels fit into the shared memory of compute capability 8.0, and one into that of 8.6, 8.9 and 12.x.
 // Contract: attend_latents() in latent.cuh. Shared memory for 576 channels: 161 KB, 89 KB where thread
 // blocks have little.
 #pragma once
@@ -26,7 +26,7 @@ struct latent_mma_shape {
     static constexpr int producers = stages > 1 ? threads : 0, all_threads = threads + producers;
     static constexpr int strips = Rows / 16;
     static constexpr int splits = 64 / Rows;  // of 64 channels of a score
-    static constexpr bool query_held = Rows == 16;
+    static constexpr bool query_held = Rows < 64;
     /// Of the output of a warp.
     static constexpr int warp_strips = strips < 2 ? 1 : 2, channel_warps = warps / (strips / warp_strips),
                          octets = 8 / channel_warps;
@@ -55,7 +55,7 @@ struct latent_mma_rows {
     const Args& args;
     std::uint32_t base;
     int thread, warp, lane;
-    std::uint32_t q[Shape::query_held ? blocks : 1][4];
+    std::uint32_t q[Shape::query_held ? blocks * steps : 1][4];
     float o[Shape::warp_strips][value_blocks][Shape::octets][4];
     float top, sum;  // of the thread's row
 
@@ -74,16 +74,17 @@ struct latent_mma_rows {
         if constexpr (Shape::query_held) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const int row = first_row + lane / 4 + 8 * r, held = kvq::detail::smaller(row, a.rows - 1);
+                const int row = first_row + warp % Shape::strips * 16 + lane / 4 + 8 * r,
+                          held = kvq::detail::smaller(row, a.rows - 1);
                 const auto* const from = a.q.at(a.row_token(piece.sequence, held), a.row_head(0, held)) +
-                                         16 * split() + lane % 4 * 2;
+                                         16 * steps * split() + lane % 4 * 2;
 #pragma unroll
-                for (int b = 0; b < blocks; ++b)
+                for (int i = 0; i < blocks * steps; ++i)
 #pragma unroll
                     for (int half = 0; half < 2; ++half) {
-                        const auto* const at = from + 64 * b + 8 * half;
+                        const auto* const at = from + i / steps * 64 + i % steps * 16 + 8 * half;
                         const std::uint32_t two = pack_halves<float16>(to_float(at[0]), to_float(at[1]));
-                        q[b][2 * half + r] = row < a.rows ? two : 0;
+                        q[i][2 * half + r] = row < a.rows ? two : 0;
                     }
             }
         } else {
@@ -117,7 +118,8 @@ struct latent_mma_rows {
                 const auto flip = static_cast<std::uint32_t>(step * 32);
                 uint4 x;
                 if constexpr (Shape::query_held)
-                    x = {q[b][0], q[b][1], q[b][2], q[b][3]};
+                    x = {q[b * steps + step][0], q[b * steps + step][1], q[b * steps + step][2],
+                         q[b * steps + step][3]};
                 else
                     x = load_matrices((query ^ flip) + static_cast<std::uint32_t>(b * Shape::rows * 128));
 #pragma unroll
