@@ -8,7 +8,6 @@
 // keeps them (attention/attend_rows.hpp).
 #pragma once
 
-#include <array>
 #include <cstring>
 
 #include "record_layout.hpp"
@@ -184,11 +183,15 @@ private:
     using stored = record_layout::stored;
     using rule = record_layout::rule;
     static constexpr std::uint32_t zero_bits = 15;
-    template <class Number, std::size_t Codes>
-    static constexpr std::array<float, Codes> numbers_of_codes = [] {
-        std::array<float, Codes> of{};
-        for (std::size_t i = 0; i < Codes; ++i) of[i] = Number::to_float(static_cast<std::uint8_t>(i));
-        return of;
+    template <int Codes>
+    struct code_table {
+        float of[Codes];
+    };
+    template <class Number, int Codes>
+    static constexpr code_table<Codes> numbers_of_codes = [] {
+        code_table<Codes> table{};
+        for (int i = 0; i < Codes; ++i) table.of[i] = Number::to_float(static_cast<std::uint8_t>(i));
+        return table;
     }();
 
     template <class Byte>
@@ -243,10 +246,10 @@ private:
         const auto* const bytes = reinterpret_cast<const std::uint8_t*>(row);
         switch (l.numbers) {
             case number::e4m3:
-                groups([&](int i) { return numbers_of_codes<e4m3, 256>[bytes[i]]; });
+                groups([&](int i) { return numbers_of_codes<e4m3, 256>.of[bytes[i]]; });
                 break;
             case number::e2m1:
-                groups([&](int i) { return numbers_of_codes<e2m1, 16>[bytes[i / 2] >> i % 2 * 4 & 15]; });
+                groups([&](int i) { return numbers_of_codes<e2m1, 16>.of[bytes[i / 2] >> i % 2 * 4 & 15]; });
                 break;
             case number::int8:
                 groups([&](int i) { return static_cast<float>(static_cast<std::int8_t>(bytes[i])); });
