@@ -221,6 +221,17 @@ void check_cache(unsigned seed) {
     const std::size_t before = h.gpu.usage().quantized;
     cuda::requantize_request request{.format = "nested4", .first_token = 0, .last_token = 140};
     requantize_report planned, done;
+    const cuda::tier tiers[] = {{.age = 0, .format = "nested8"}, {.age = 90, .format = "nested4"}};
+    h.ok(h.gpu.plan_step_down(std::span(&p.id, 1), tiers, planned));
+    CHECK(planned.pages > 0 && planned.bytes_after == planned.bytes_before && planned.bytes_freed == 0,
+          "a fork holds the pages, but the dry run goes from %zu to %zu bytes", planned.bytes_before,
+          planned.bytes_after);
+    const cuda::sequence_id forks[] = {p.id, other.id};
+    h.ok(h.gpu.plan_step_down(forks, tiers, planned));
+    CHECK(planned.bytes_freed > 0 && planned.bytes_after == planned.bytes_before - planned.bytes_freed &&
+              planned.bytes_peak == planned.bytes_before,
+          "the dry run frees %zu of %zu bytes, to %zu, at most %zu", planned.bytes_freed,
+          planned.bytes_before, planned.bytes_after, planned.bytes_peak);
     h.ok(h.gpu.plan_requantize(std::span(&p.id, 1), request, planned));
     h.ok(h.gpu.requantize(std::span(&p.id, 1), request, h.stream, &done));
     CHECK(h.gpu.usage().quantized == before && done.bytes_freed == 0 && done.pages == 2,

@@ -514,13 +514,15 @@ struct cache::rehearsal final : page_owner {
         for (std::size_t i = 0; i < changes.size(); ++i) {
             const detail::layer_group& g = of.groups_[i];
             for (format_change& c : changes[i]) {
-                // Where a lower plane goes, the old page takes the bytes of both along.
                 c.to = make(c.format + 1, g.quantized[static_cast<std::size_t>(c.format)].page_bytes());
                 in_use += c.to->bytes;
                 for (const common::held_span& at : c.spans)
                     of.entry_of(ids[static_cast<std::size_t>(at.table)])
                         .pages[i]
                         .table.change_page(at.span, 0, c.to, g.geometry, g.geometry.rollback);
+                // The upper plane of a page of two, which others still hold, is theirs as well.
+                if (g.drops_lower(c.from->format - 1, c.format) && c.from.references() > 1)
+                    in_use -= std::exchange(c.to->bytes, 0);
             }
         }
         changes.clear();
