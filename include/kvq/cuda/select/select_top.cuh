@@ -24,7 +24,7 @@ inline constexpr int top_threads = 1024, top_warps = top_threads / warp_size, to
 struct top_memory {
     unsigned histogram[2048];
     unsigned of_warp[2][top_warps];  // sums
-    unsigned digit, left;
+    unsigned digit, left, in_digit;
 };
 
 /// The order of scores as that of integers above 0; NaN is the lowest.
@@ -114,11 +114,12 @@ __device__ __forceinline__ int select_largest(top_memory& memory, const unsigned
 }
 
 /// The `count` largest of one key for each thread: calls take(place, thread) as select_largest() does. Digits
-/// of 8 bits, a barrier for each: every warp finds it by itself. All threads.
+/// of 8 bits. All threads.
 template <class Take>
 __device__ __forceinline__ void take_largest(top_memory& memory, unsigned key, int count, const Take& take) {
     constexpr int bins = 256;
     static_assert(4 * bins == top_threads && sizeof memory.histogram >= 4 * 4 * bins);
+    if (count <= 0) return;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
     memory.histogram[thread] = 0;
     __syncthreads();
@@ -130,46 +131,47 @@ __device__ __forceinline__ void take_largest(top_memory& memory, unsigned key, i
         // Digits of a warp are often alike, and their counter would be met by all at once.
         const bool counts_here = key != 0 && (shift == 24 || key >> shift >> 8 == floor);
         const unsigned own = key >> shift & 0xffu, all = __ballot_sync(0xffffffffu, counts_here);
-        const auto add = [&](unsigned n) { atomicAdd(of_digit + ((own & 7u) << 5 | own >> 3), n); };
         if (all != 0) {
             const int first = __ffs(static_cast<int>(all)) - 1;
             const unsigned digit = __shfl_sync(0xffffffffu, own, first),
                            alike = __ballot_sync(0xffffffffu, counts_here && own == digit);
             if (lane == first)
-                add(static_cast<unsigned>(__popc(alike)));
+                atomicAdd(of_digit + own, static_cast<unsigned>(__popc(alike)));
             else if (counts_here && (alike >> lane & 1u) == 0)
-                add(1);
+                atomicAdd(of_digit + own, 1u);
         }
         __syncthreads();
-        // Lane i has the i-th eight from the largest one on, which lie 32 apart.
-        unsigned counts[8], sum = 0;
+        // A digit for each of the first threads, from the largest one on. (Were every warp to look for
+        // itself, instructions would take five times as long.)
+        unsigned in_digit = 0, before = 0;
+        if (thread < bins) {
+            before = in_digit = of_digit[bins - 1 - thread];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) sum += counts[i] = of_digit[(7 - i) * warp_size + warp_size - 1 - lane];
-        unsigned before = sum;
-#pragma unroll
-        for (int step = 1; step < warp_size; step *= 2) {
-            const unsigned lower = __shfl_up_sync(0xffffffffu, before, static_cast<unsigned>(step));
-            if (lane >= step) before += lower;
+            for (int step = 1; step < warp_size; step *= 2) {
+                const unsigned lower = __shfl_up_sync(0xffffffffu, before, static_cast<unsigned>(step));
+                if (lane >= step) before += lower;
+            }
+            if (lane == warp_size - 1) memory.of_warp[0][warp] = before;
         }
-        const unsigned found = __ballot_sync(0xffffffffu, before >= left);
-        if (found == 0) {  // every one is taken
+        __syncthreads();
+        if (thread < bins) {
+            before += __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[0][lane] : 0u) - in_digit;
+            if (before < left && before + in_digit >= left) {
+                memory.digit = static_cast<unsigned>(bins - 1 - thread);
+                memory.left = left - before;
+                memory.in_digit = in_digit;
+            } else if (thread == bins - 1 && before + in_digit < left) {
+                memory.digit = bins;
+            }
+        }
+        __syncthreads();
+        if (memory.digit == bins) {  // every one is taken
             floor = left = 0;
             break;
         }
-        before -= sum;
-        unsigned digit = 0, in_digit = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            if (in_digit == 0 && before + counts[i] >= left) {
-                digit = static_cast<unsigned>(bins - 1 - 8 * lane - i);
-                in_digit = counts[i];
-            }
-            if (in_digit == 0) before += counts[i];
-        }
-        const int of = __ffs(static_cast<int>(found)) - 1;
-        floor = floor << 8 | __shfl_sync(0xffffffffu, digit, of);
-        left -= __shfl_sync(0xffffffffu, before, of);
-        if (left == __shfl_sync(0xffffffffu, in_digit, of)) {  // all of this digit
+        floor = floor << 8 | memory.digit;
+        left = memory.left;
+        if (left == memory.in_digit) {  // all of this digit
             floor <<= shift;
             left = top_threads;
             break;
