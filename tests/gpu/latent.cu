@@ -131,8 +131,7 @@ template <class Quantized, class Window>
 void check_format(const char* name) {
     using mix = cuda::mixed_cache_ref<cuda::cache_part<Quantized>>;
     constexpr bool tiles = Quantized::head_dim % 64 == 0,
-                   clusters = full_precision<typename Quantized::keys> ||
-                              cuda::detail::codec<typename Quantized::keys>.width() == 8;
+                   clusters = !cuda::detail::token_record_scheme<typename Quantized::keys>;
 #if defined(TARGET_SM_90A) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const char *few = "latent_wgmma_kernel", *many = clusters ? "latent_cluster_kernel" : few;
 #else

@@ -129,6 +129,9 @@ inline void barrier_arrive(std::uint32_t at) {
 inline void barrier_wait(std::uint32_t at, std::uint32_t parity) {
     emulated::wait_until([=] { return (read_shared<phase_barrier>(at).phase & 1u) != parity; });
 }
+inline bool barrier_passed(std::uint32_t at, std::uint32_t parity) {
+    return (read_shared<phase_barrier>(at).phase & 1u) != parity;
+}
 
 // Kernels with clusters compile, and are not run.
 [[noreturn]] inline void no_clusters() { emulated::fail("clusters are not emulated"); }
@@ -137,7 +140,8 @@ inline void cluster_wait() { no_clusters(); }
 inline std::uint32_t place_in(int, std::uint32_t) { no_clusters(); }
 inline void barrier_arrive_cluster(std::uint32_t) { no_clusters(); }
 inline void barrier_expect(std::uint32_t, int) { no_clusters(); }
-inline void send_four(std::uint32_t, std::uint32_t, float, float, float, float) { no_clusters(); }
+inline void copy_bulk_to(std::uint32_t, std::uint32_t, int, std::uint32_t) { no_clusters(); }
+inline void multiply_shared_wide(float (&)[128], std::uint64_t, std::uint64_t) { no_clusters(); }
 template <bool Transposed, int N>
 void multiply_registers(float (&)[N], std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t,
                         std::uint64_t) {

@@ -43,12 +43,12 @@ struct latent_wgmma_launch {
                                         threads,
                                         feature::warpgroup_products | feature::bulk_copies};
 };
-template <bool Turns, class Args>
+template <class Args>
 struct latent_cluster_launch;
-template <bool Turns, class First, class T, class... Parts>
-struct latent_cluster_launch<Turns, latent_args<First, T, Parts...>> {
+template <class First, class T, class... Parts>
+struct latent_cluster_launch<latent_args<First, T, Parts...>> {
     using args_type = latent_chain_args<First, T, Parts...>;
-    using shape = latent_cluster_shape<Turns>;
+    using shape = latent_cluster_shape;
     static constexpr auto* kernel = latent_cluster_kernel<shape, args_type>;
     static constexpr int threads = shape::threads, cluster = 2,
                          bytes = latent_memory<First::head_dim, shape>::bytes;
@@ -91,14 +91,9 @@ template <class First, class T, class... Parts>
 struct latent_launches_of<latent_args<First, T, Parts...>> {
     using args = latent_args<First, T, Parts...>;
     static constexpr bool tiles = ((no_latent_tiles<typename Parts::pair_type> == nullptr) && ...);
-    /// Codes of fewer than 8 bits are as fast without clusters, 16-bit values slower in turns
-    /// (docs/lab/gpu_experiments.md).
-    template <class Keys>
-    static constexpr bool gains = full_precision<Keys> ||
-                                  (codec<Keys>.content == block_content::codes && codec<Keys>.width() == 8);
-    static constexpr bool values = (full_precision<typename Parts::pair_type::keys> && ...),
-                          in_clusters =
-                              First::value_dim == 512 && (gains<typename Parts::pair_type::keys> && ...);
+    /// Token records take longer in clusters (docs/lab/gpu_experiments.md).
+    static constexpr bool in_clusters =
+        First::value_dim == 512 && (!token_record_scheme<typename Parts::pair_type::keys> && ...);
     using of_warpgroups = joined<
         std::conditional_t<First::value_dim % 256 == 0,
                            kernel_list<latent_wgmma_launch<latent_shape<64>, 32, args>>, kernel_list<>>,
@@ -108,9 +103,9 @@ struct latent_launches_of<latent_args<First, T, Parts...>> {
     /// too.
     using with_masks = std::conditional_t<tiles, joined<of_warpgroups, latent_mma_launches<args>>,
                                           kernel_list<latent_plain_launch<args>>>;
-    using type = joined<std::conditional_t<tiles && in_clusters,
-                                           kernel_list<latent_cluster_launch<!values, args>>, kernel_list<>>,
-                        with_masks>;
+    using type = joined<
+        std::conditional_t<tiles && in_clusters, kernel_list<latent_cluster_launch<args>>, kernel_list<>>,
+        with_masks>;
 };
 
 /// Where the workspace holds what, for so many query rows of a sequence.

@@ -1,15 +1,18 @@
-// Latent attention of 128 query rows by two thread blocks that see each other's shared memory: each has half
-// of the channels, so that every page is read and converted once.
+// Latent attention of 128 query rows by two thread blocks that see each other's shared memory: each has 64 of
+// the rows, and makes half of every tile for both, so that a page is read and converted once.
 //
-//   S = Q K^T    warpgroup w: [rows 64 w to 64 w + 63][64 tokens], sums over the block's channels; the other
-//                block's are sent, and both add the same two numbers
-//   O += P V     warpgroup w: the same rows, the block's half of the V channels; P from registers
+//   S = Q K^T    warpgroup w: [the block's 64 rows][64 tokens] of tiles w, w + 2, ...
+//   O += P V     warpgroup w: the same rows, V channels 256 w to 256 w + 255, of every tile; P of its own
+//                tiles from registers, of the other warpgroup's from shared memory
+//   tiles        block r makes channels 256 r to 256 r + 255; of those behind them (512 to 575) 32 of 64
+//                tokens, or where a unit has all 64 (latent_tiles.cuh) every other tile
 //
-//   channels     of V: 256 rank to 256 rank + 255; of those behind them (512 to 575): 32 of 64
-//
-// A warpgroup waits for nothing but tiles and the scores of its own rows. Lane (g, t) of warp u: rows
-// 16 u + g and + 8, columns 8 i + 2 t and the next one. Maxima as in latent_few_rows.cuh.
+// While one warpgroup turns scores into weights, the other one multiplies. A row's maximum goes from tile to
+// tile with the weights. Warpgroup r is the last one that reads half r of a tile: it tells block r that the
+// place is free. Lane (g, t) of warp u: rows 16 u + g and + 8, columns 8 i + 2 t and the next one. Maxima as
+// in latent_few_rows.cuh.
 // Contract: attend_latents() in latent.cuh, V = 512, no tree of drafts.
+// Source: warpgroups in turns, each with half of the channels: FlashMLA (DeepSeek, 2025).
 #pragma once
 
 #include "latent_wgmma.cuh"
@@ -18,131 +21,123 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 #if KVQ_WARPGROUP_PRODUCTS
 
-/// The channels that a block of the cluster has of a warpgroup's 64 query rows, as load_latent_queries. More:
-/// channels behind 512, of both warpgroups side by side.
-template <bool More, class Args>
-__device__ __forceinline__ void load_cluster_queries(const Args& a, int sequence, int first, std::uint32_t to,
-                                                     std::uint32_t more, int rank, int group, int thread) {
-    const auto load = [&]<bool Aligned>(std::bool_constant<Aligned>) {
-        constexpr int octets = 32 + (More ? 4 : 0);
-#pragma unroll(Aligned ? 6 : 1)
-        for (int i = thread; i < 64 * octets; i += 128) {
-            const int own = i / octets, octet = i % octets, row = first + own,
-                      held = kvq::detail::smaller(row, a.rows - 1),
-                      from = octet < 32 ? rank * 32 + octet : 32 + rank * 4 + octet;
-            std::uint32_t x[4];
-            load_halves<Aligned>(a.q.at(a.row_token(sequence, held), a.row_head(0, held)) + from * 8, x);
-            if (row >= a.rows) x[0] = x[1] = x[2] = x[3] = 0;
-            store_shared_16(
-                octet < 32 ? to + octet_offset<64>(own, octet)
-                           : more + octet_offset<64>(own, group * 4 + octet - 32),
-                {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
-        }
-    };
-    if (rows_aligned(a.q))
-        load(std::true_type{});
-    else
-        load(std::false_type{});
-}
-
 /// All pieces of a share. warp: of the consumers.
 template <class Shape, class Args>
 requires(Shape::cluster == 2) __device__ __forceinline__
     void consume_latents(const Args& args, std::uint32_t place, int warp, int lane, latent_walk<Args> walk) {
     using pair = typename Args::first_pair;
-    constexpr int dim = pair::head_dim, rows = 64, stages = Shape::stages, threads = 128;
-    constexpr bool more = dim > 512;  // channels behind those of V
+    constexpr int dim = pair::head_dim, rows = 64, own_channels = 256, threads = 256;
     using memory = latent_memory<dim, Shape>;
     const auto& a = args.a;
     const auto at = [&](int offset) { return place + static_cast<std::uint32_t>(offset); };
-    const int g = lane / 4, t = lane % 4, group = warp / 4, rank = cluster_rank();
-    const std::uint32_t query = at(memory::query + group * 4 * memory::block_bytes),
-                        more_query = at(memory::query + 8 * memory::block_bytes);
-    const std::uint32_t scores =
-                            at(memory::scores + group * memory::score_bytes + (warp % 4 * 32 + lane) * 16),
-                        arrived = at(memory::score_barriers + group * 16), taken = arrived + 8;
-    std::uint32_t q = operand_at(query);
-    const std::uint32_t more_q = operand_at(more_query) + static_cast<std::uint32_t>(group * 4);
+    const int g = lane / 4, t = lane % 4, group = warp / 4, rank = cluster_rank(),
+              own_row = warp % 4 * 16 + g;  // and 8 rows further
+    const std::uint32_t weights = at(memory::weights);
+    const auto number_at = [&](int of_group, int r) {
+        return at(memory::numbers + (of_group * rows + own_row + 8 * r) * 4);
+    };
+    std::uint32_t q = operand_at(at(memory::query));
     int read = 0;  // tiles
-    if (Shape::turns && group == 1) arrive_at_barrier(3, 2 * threads);
 
     latent_piece piece;
     while (walk.next(piece)) {
         if (rank == 0 && warp == 0 && lane == 0) note_bounds(args, piece);
-        const int first_row = piece.row_block * Shape::rows + group * rows;
-        wait_at_barrier(1 + group, threads);  // products have read the queries before
-        load_cluster_queries<more>(a, piece.sequence, first_row, query, more_query, rank, group,
-                                   warp % 4 * 32 + lane);
+        const int first_row = piece.row_block * Shape::rows + rank * rows;
+        load_latent_queries<rows, dim>(a, piece.sequence, first_row, at(memory::query), warp * 32 + lane,
+                                       threads);
         publish_to_products();
-        wait_at_barrier(1 + group, threads);
+        wait_at_barrier(1, threads);
 
-        float o[2][64], top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+        float o[own_channels / 2], top[2] = {-INFINITY, -INFINITY}, sum[2] = {};
         std::uint32_t weight[16];
 #pragma unroll
-        for (int j = 0; j < 2; ++j)
-#pragma unroll
-            for (int i = 0; i < 64; ++i) o[j][i] = 0.0f;
+        for (int i = 0; i < own_channels / 2; ++i) o[i] = 0.0f;
 
         const auto ask_scores = [&](int number, float(&s)[32]) {
-            const auto stage = latent_stage<memory>::of(place, number % stages);
-            barrier_wait(stage.full, static_cast<std::uint32_t>(number / stages) & 1u);
+            const auto stage = latent_stage<memory>::of(place, number % 2);
+            barrier_wait(stage.full, static_cast<std::uint32_t>(number / 2) & 1u);
+            constexpr int half = 4 * 64 * 128;  // bytes of four blocks of 64 channels
+            const auto behind = static_cast<std::uint32_t>(rank * (half >> 4));
             const std::uint32_t k = operand_at(stage.tile);
             asm volatile("" : "+r"(q));  // otherwise the descriptors of all steps take registers
             products_begin();
             static_for<16>([&](auto step) {
-                constexpr int i = decltype(step)::value;
-                multiply_shared<(i > 0)>(s, operand(q, i / 4 * memory::block_bytes + i % 4 * 32),
-                                         operand(k, i / 4 * memory::block_bytes + i % 4 * 32));
+                constexpr int i = decltype(step)::value, from = i / 4 * latent_tile * 128 + i % 4 * 32;
+                multiply_shared<(i > 0)>(s, operand(q + behind, from), operand(k + behind, from));
             });
-            if constexpr (more) {
-                const std::uint32_t more_k = k + static_cast<std::uint32_t>(rank * 4);
-                multiply_shared<true>(s, operand(more_q, 0), operand(more_k, 4 * memory::block_bytes));
-                multiply_shared<true>(s, operand(more_q, 32), operand(more_k, 4 * memory::block_bytes + 32));
-            }
+            products_commit();
+            barrier_wait(at(memory::arrived + number % 2 * 8), static_cast<std::uint32_t>(number / 2) & 1u);
+            products_begin();
+            const std::uint32_t other = (half >> 4) - behind;
+            static_for<16>([&](auto step) {
+                constexpr int i = decltype(step)::value, from = i / 4 * latent_tile * 128 + i % 4 * 32;
+                multiply_shared<true>(s, operand(q + other, from), operand(k + other, from));
+            });
+            static_for<dim / 16 - 32>([&](auto step) {
+                constexpr int from = 2 * half + decltype(step)::value * 32;
+                multiply_shared<true>(s, operand(q, from), operand(k, from));
+            });
             products_commit();
         };
-        const auto ask_output = [&](int number) {
-            const std::uint32_t v = transposed_operand_at(
-                latent_stage<memory>::of(place, number % stages).tile, memory::block_bytes);
+        const auto values_of = [&](int number) {
+            return transposed_operand_at(
+                latent_stage<memory>::of(place, number % 2).tile +
+                    static_cast<std::uint32_t>(group * own_channels * latent_tile * 2),
+                64 * latent_tile * 2);
+        };
+        const auto ask_other_output = [&](int number) {
+            const std::uint32_t p = operand_at(weights), v = values_of(number);
             products_begin();
             static_for<latent_tile / 16>([&](auto step) {
                 constexpr int i = decltype(step)::value;
-                multiply_registers<true>(reinterpret_cast<float(&)[128]>(o), weight[4 * i], weight[4 * i + 1],
-                                         weight[4 * i + 2], weight[4 * i + 3], operand(v, i * 16 * 128));
+                multiply_shared_wide(o, operand(p, i * 32), operand(v, i * 16 * 128));
             });
             products_commit();
         };
+        const auto ask_output = [&](int number) {
+            const std::uint32_t v = values_of(number);
+            products_begin();
+            static_for<latent_tile / 16>([&](auto step) {
+                constexpr int i = decltype(step)::value;
+                multiply_registers<true>(o, weight[4 * i], weight[4 * i + 1], weight[4 * i + 2],
+                                         weight[4 * i + 3], operand(v, i * 16 * 128));
+            });
+            products_commit();
+        };
+        /// To the block that makes this warpgroup's half of tiles.
         const auto done_with = [&](int number) {
+            products_there(o);
             __syncwarp();
-            if (lane == 0) barrier_arrive(latent_stage<memory>::of(place, number % stages).free);
+            if (lane == 0)
+                barrier_arrive_cluster(place_in(group, latent_stage<memory>::of(place, number % 2).free));
         };
-        // Sums over this block's channels to the other block.
-        const auto send = [&](int number, float(&s)[32]) {
-            products_there(s);
-            barrier_wait(taken, static_cast<std::uint32_t>(number + 1) & 1u);
-            if (warp % 4 == 0 && lane == 0) barrier_expect(arrived, memory::score_bytes);
-            const std::uint32_t to = place_in(rank ^ 1, scores), there = place_in(rank ^ 1, arrived);
+        const auto raise = [&](const float(&to)[2]) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
-                send_four(to + static_cast<std::uint32_t>(i * threads * 16), there, s[4 * i], s[4 * i + 1],
-                          s[4 * i + 2], s[4 * i + 3]);
-        };
-        const auto receive = [&](int number, float(&s)[32]) {
-            barrier_wait(arrived, static_cast<std::uint32_t>(number) & 1u);
+            for (int r = 0; r < 2; ++r) {
+                const float factor = top[r] == -INFINITY ? 0.0f : exp2_fast(top[r] - to[r]);
+                top[r] = to[r];
+                sum[r] *= factor;
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                const uint4 other = load_shared_16(scores + static_cast<std::uint32_t>(i * threads * 16));
-                s[4 * i] += __uint_as_float(other.x);
-                s[4 * i + 1] += __uint_as_float(other.y);
-                s[4 * i + 2] += __uint_as_float(other.z);
-                s[4 * i + 3] += __uint_as_float(other.w);
+                for (int i = 0; i < own_channels / 2; i += 4) {
+                    o[i + 2 * r] *= factor;
+                    o[i + 2 * r + 1] *= factor;
+                }
             }
-            __syncwarp();
-            if (lane == 0) barrier_arrive_cluster(place_in(rank ^ 1, taken));
+        };
+        /// Maxima of the other warpgroup's tile.
+        const auto take = [&](int number) {
+            barrier_wait(at(memory::ready + number % 2 * 8), static_cast<std::uint32_t>(number / 2) & 1u);
+            float high[2];
+#pragma unroll
+            for (int r = 0; r < 2; ++r) high[r] = __uint_as_float(load_shared_4(number_at(0, r)));
+            if (__any_sync(0xffffffffu, high[0] != top[0] || high[1] != top[1])) {
+                raise(high);
+            }
         };
         const float scale = fabsf(a.scale);
+        /// Scores to weights, for the other warpgroup too.
         const auto weigh = [&](int number, float(&s)[32]) {
-            const auto note = latent_note::load(latent_stage<memory>::of(place, number % stages).note);
+            const auto note = latent_note::load(latent_stage<memory>::of(place, number % 2).note);
             if (a.scale < 0.0f)
 #pragma unroll
                 for (int i = 0; i < 32; ++i) s[i] = -s[i];
@@ -168,23 +163,13 @@ requires(Shape::cluster == 2) __device__ __forceinline__
             high[0] *= scale;
             high[1] *= scale;
             if (__any_sync(0xffffffffu, high[0] > top[0] + latent_slack || high[1] > top[1] + latent_slack)) {
-                products_there(reinterpret_cast<float(&)[128]>(o));
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                     high[r] = fmaxf(high[r], __shfl_xor_sync(0xffffffffu, high[r], 1));
                     high[r] = fmaxf(high[r], __shfl_xor_sync(0xffffffffu, high[r], 2));
                     high[r] = fmaxf(high[r], top[r]);
-                    const float factor = top[r] == -INFINITY ? 0.0f : exp2_fast(top[r] - high[r]);
-                    top[r] = high[r];
-                    sum[r] *= factor;
-#pragma unroll
-                    for (int j = 0; j < 2; ++j)
-#pragma unroll
-                        for (int i = 0; i < 64; i += 4) {
-                            o[j][i + 2 * r] *= factor;
-                            o[j][i + 2 * r + 1] *= factor;
-                        }
                 }
+                raise(high);
             }
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -198,54 +183,67 @@ requires(Shape::cluster == 2) __device__ __forceinline__
                     weight[2 * i + r] = pack_halves<float16>(x, y);
                 }
                 sum[r] += added;
+                if (t == 0) store_word(number_at(0, r), __float_as_uint(top[r]));
             }
+            // Lane i of a store of matrices: row i % 8 of matrix i / 8, which are rows 0 and 8 on of tokens 0
+            // on, and of tokens 8 on.
+            const int own_lane = read_lane(),
+                      stored_row = warp % 4 * 16 + own_lane / 8 % 2 * 8 + own_lane % 8;
+            wait_at_barrier(2 + group, 128);  // products have read the weights before
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                store_matrices<false>(weights + octet_offset<rows>(stored_row, 2 * i + own_lane / 16),
+                                      weight[4 * i], weight[4 * i + 1], weight[4 * i + 2], weight[4 * i + 3]);
+            publish_to_products();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(at(memory::ready + number % 2 * 8));
         };
 
-        const int last = read + piece.to - piece.from - 1;
-        if (read <= last) {
-            float s[32];
-            ask_scores(read, s);
-            products_wait<0>();
-            send(read, s);
-            receive(read, s);
-            weigh(read, s);
+        const int first = read, last = read + piece.to - piece.from - 1;
+        read = last + 1;
 #pragma unroll 1
-            for (; read < last; ++read) {
-                float next[32];
-                if constexpr (Shape::turns) wait_at_barrier(3 + group, 2 * threads);
-                ask_scores(read + 1, next);
-                ask_output(read);
-                if constexpr (Shape::turns) arrive_at_barrier(4 - group, 2 * threads);
-                products_wait<1>();
-                send(read + 1, next);
+        for (int own = first + ((first ^ group) & 1); own <= last; own += 2) {
+            float s[32];
+            if (own > first) {
+                take(own - 1);
+                ask_other_output(own - 1);
                 products_wait<0>();
-                done_with(read);
-                receive(read + 1, next);
-                weigh(read + 1, next);
+                done_with(own - 1);  // before the wait for a tile, which needs this place
             }
-            ask_output(last);
+            ask_scores(own, s);
             products_wait<0>();
-            products_there(reinterpret_cast<float(&)[128]>(o));
+            products_there(s);
+            weigh(own, s);
+            ask_output(own);
+            products_wait<0>();
+            done_with(own);
+        }
+        if (first <= last && (last ^ group) % 2 != 0) {
+            take(last);
+            ask_other_output(last);
+            products_wait<0>();
             done_with(last);
-            read = last + 1;
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
             sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-            const int own_row = warp % 4 * 16 + g + 8 * r;
-            if (first_row + own_row >= a.rows) continue;
-            float* const state = args.state(piece.number, group * rows + own_row);
-            // A row of NaN has no maximum, but is not empty.
-            if (rank == 0 && t == 0)
-                *reinterpret_cast<float2*>(state) = {top[r] == -INFINITY && sum[r] != 0.0f ? 0.0f : top[r],
-                                                     sum[r]};
+            if (group == 1 && t == 0) store_word(number_at(1, r), __float_as_uint(sum[r]));
+        }
+        wait_at_barrier(1, threads);
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
+        for (int r = 0; r < 2; ++r) {
+            if (first_row + own_row + 8 * r >= a.rows) continue;
+            float* const state = args.state(piece.number, rank * rows + own_row + 8 * r);
+            if (group == 0 && t == 0) {
+                const float all = sum[r] + __uint_as_float(load_shared_4(number_at(1, r)));
+                // A row of NaN has no maximum, but is not empty.
+                *reinterpret_cast<float2*>(state) = {top[r] == -INFINITY && all != 0.0f ? 0.0f : top[r], all};
+            }
 #pragma unroll
-                for (int i = 0; i < 16; ++i)
-                    *reinterpret_cast<float2*>(state + state_header + rank * 256 + j * 128 + 8 * i +
-                                               2 * t) = {o[j][4 * i + 2 * r], o[j][4 * i + 2 * r + 1]};
+            for (int i = 0; i < own_channels / 8; ++i)
+                *reinterpret_cast<float2*>(state + state_header + group * own_channels + 8 * i + 2 * t) = {
+                    o[4 * i + 2 * r], o[4 * i + 2 * r + 1]};
         }
     }
 }
@@ -268,11 +266,8 @@ __global__ void __launch_bounds__((warpgroup_threads<Shape::threads>), 1)
             const auto stage = latent_stage<memory>::of(place, i);
             barrier_init(stage.full, Shape::stage_warps);
             barrier_init(stage.free, Shape::consumer_warps);
-        }
-        for (int i = 0; i < 2; ++i) {
-            const std::uint32_t at = place + static_cast<std::uint32_t>(memory::score_barriers + i * 16);
-            barrier_init(at, 1);
-            barrier_init(at + 8, 4);
+            barrier_init(place + static_cast<std::uint32_t>(memory::ready + i * 8), 4);
+            barrier_init(place + static_cast<std::uint32_t>(memory::arrived + i * 8), 1);
         }
     }
     __syncthreads();
@@ -291,7 +286,7 @@ __global__ void __launch_bounds__((warpgroup_threads<Shape::threads>), 1)
         take_registers<Shape>();
         consume_latents<Shape>(args, place, warp - Shape::producer_warps, lane, share());
     }
-    cluster_wait();  // the other block may still send scores
+    cluster_wait();  // the other block may still send tiles, and arrive
 #endif
 }
 

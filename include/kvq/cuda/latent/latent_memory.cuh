@@ -35,15 +35,13 @@ struct latent_shape {
     static constexpr int weight_buffers = many ? 1 : 2;
 };
 
-/// 128 rows: a cluster of two thread blocks, of which each has half of the channels (latent_cluster.cuh).
-/// Turns: a warpgroup multiplies while the other one weighs.
-template <bool Turns>
+/// 128 rows: a cluster of two thread blocks with 64 each, of which each makes half of every tile for both
+/// (latent_cluster.cuh).
 struct latent_cluster_shape {
-    static constexpr bool turns = Turns;
-    static constexpr int rows = 128, stages = 3, cluster = 2, groups = 2;
+    static constexpr int rows = 128, stages = 2, cluster = 2, groups = 2;
     static constexpr int producer_warps = 4, consumer_warps = 8, stage_warps = producer_warps;
     static constexpr int threads = 32 * (producer_warps + consumer_warps);
-    static constexpr int producer_registers = 88, consumer_registers = 208;
+    static constexpr int producer_registers = 120, consumer_registers = 192;
 };
 
 template <int Dim, class Shape>
@@ -61,19 +59,20 @@ struct latent_memory {
     static_assert(Dim > 576 || bytes <= most_shared_memory<false>);
 };
 
-/// query of both warpgroups, and of channels behind 512 of both in one block | tiles | scores from the other
-/// block of the cluster | notes and barriers
+/// query of the block's 64 rows | tiles | weights | numbers | notes and barriers of stages | barriers of
+/// weights, and of halves of tiles that the other block sends
 template <int Dim, class Shape>
 requires(Shape::cluster == 2) struct latent_memory<Dim, Shape> {
-    static constexpr int blocks = 4 + (Dim > 512 ? 1 : 0), block_bytes = latent_tile * 128;  // of 64 channels
-    static constexpr int query = 0, query_bytes = (2 * 4 + (Dim > 512 ? 1 : 0)) * block_bytes;
-    static constexpr int tiles = query_bytes, tile_bytes = blocks * block_bytes;
-    static constexpr int scores = tiles + Shape::stages * tile_bytes, score_bytes = 64 * latent_tile * 4;
-    static constexpr int notes = scores + 2 * score_bytes;
+    static constexpr int query = 0, query_bytes = 64 * Dim * 2;
+    static constexpr int tiles = query_bytes, tile_bytes = latent_tile * Dim * 2;
+    static constexpr int weights = tiles + Shape::stages * tile_bytes, weight_bytes = 64 * latent_tile * 2;
+    static constexpr int numbers = weights + weight_bytes;  // maxima and sums of every row
+    static constexpr int notes = numbers + 2 * 64 * 4;
     static constexpr int barriers = notes + Shape::stages * 16;
-    static constexpr int score_barriers = barriers + Shape::stages * 16;
-    static constexpr int bytes = score_barriers + 2 * 16;
-    static_assert(bytes <= most_shared_memory<false>);
+    static constexpr int ready = barriers + Shape::stages * 16;
+    static constexpr int arrived = ready + 2 * 8;
+    static constexpr int bytes = arrived + Shape::stages * 8;
+    static_assert(Dim > 576 || bytes <= most_shared_memory<false>);
 };
 
 template <class Memory>

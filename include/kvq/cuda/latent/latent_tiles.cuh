@@ -144,10 +144,26 @@ struct latent_units {
         }
     }
 
-private:
-    __device__ __forceinline__ static std::uint32_t place(std::uint32_t tile, int unit) {
-        return tile + static_cast<std::uint32_t>(unit * (halves ? 4096 : 8192));
+    /// The same for two units of 16-bit values: reads of both are under way at once.
+    __device__ __forceinline__ static void store_two(int a, int b, std::uint32_t tile, std::uint64_t shown,
+                                                     const latent_lane& own) {
+        uint4 word[2][2][4];
+        load_words(word[0], place(tile, a), own);
+        load_words(word[1], place(tile, b), own);
+        __syncwarp();
+        store_words(word[0], place(tile, a), own);
+        store_words(word[1], place(tile, b), own);
+        if (~shown != 0) {
+            clear(place(tile, a), static_cast<std::uint32_t>(shown >> a % 2 * 32), own.lane);
+            clear(place(tile, b), static_cast<std::uint32_t>(shown >> b % 2 * 32), own.lane);
+        }
     }
+    static constexpr int bytes = halves ? 4096 : 8192;
+    __device__ __forceinline__ static std::uint32_t place(std::uint32_t tile, int unit) {
+        return tile + static_cast<std::uint32_t>(unit * bytes);
+    }
+
+private:
     /// Copies `Bytes` that lie side by side.
     template <int Bytes>
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* from, std::uint32_t bytes,
@@ -192,6 +208,12 @@ private:
     }
     __device__ __forceinline__ static void store_values(std::uint32_t at, const latent_lane& own) {
         uint4 word[2][4];
+        load_words(word, at, own);
+        __syncwarp();
+        store_words(word, at, own);
+    }
+    __device__ __forceinline__ static void load_words(uint4 (&word)[2][4], std::uint32_t at,
+                                                      const latent_lane& own) {
 #pragma unroll
         for (int step = 0; step < 2; ++step)
 #pragma unroll
@@ -201,7 +223,9 @@ private:
                     at + static_cast<std::uint32_t>(page == 16 ? quad / 4 * 2048 + line * 64 + quad % 4 * 16
                                                                : line * 128 + quad * 16));
             }
-        __syncwarp();
+    }
+    __device__ __forceinline__ static void store_words(const uint4 (&word)[2][4], std::uint32_t at,
+                                                       const latent_lane& own) {
 #pragma unroll
         for (int step = 0; step < 2; ++step)
 #pragma unroll

@@ -41,10 +41,6 @@ struct latent_producer {
     }
 
 private:
-    /// Of so many blocks of 64 channels, how many does this block of the cluster have?
-    __device__ __forceinline__ int units_of_block(int all) const {
-        return kvq::detail::smaller(kvq::detail::larger(all - 4 * rank, 0), 4) + (all > 8 ? 1 : 0);
-    }
     /// Tiles of tokens [first, end) of a part.
     template <class Part>
     __device__ __forceinline__ void tiles(const Part& part, int sequence, int first, int end) {
@@ -52,12 +48,54 @@ private:
         constexpr bool two = tile_units<pair>::two;
         using units = typename tile_units<pair>::first;
         using second_units = typename tile_units<pair>::second;
-        constexpr int per = units::of_block, second_per = second_units::of_block;
-        const int first_units = units_of_block(pair::first_channels / 64) * per;
-        const int count = Shape::cluster == 1
-                              ? units::count + (two ? second_units::count : 0)
-                              : first_units + second_per * (units_of_block(dim / 64) -
-                                                            units_of_block(pair::first_channels / 64));
+        constexpr int per_first = units::of_block, per_second = second_units::of_block,
+                      first_blocks = pair::first_channels / 64, blocks = dim / 64;
+        // Of a block of the cluster: channels 256 rank to 256 rank + 255; of a ninth block of 64 channels
+        // half of the tokens, or every other tile.
+        constexpr bool ninth = blocks > 8, ninth_of_first = first_blocks > 8,
+                       ninth_halves = (ninth_of_first ? units::of_block : second_units::of_block) == 2;
+        const auto blocks_of = [](int all, int of_rank) {
+            return kvq::detail::smaller(kvq::detail::larger(all - 4 * of_rank, 0), 4);
+        };
+        const int own_first = blocks_of(first_blocks, rank) * per_first,
+                  own_second = (blocks_of(blocks, rank) - blocks_of(first_blocks, rank)) * per_second;
+        const auto has_ninth = [&](int of_rank, int tile) {
+            return ninth && (ninth_halves || tile % 2 == of_rank);
+        };
+        const auto count_of = [&](int tile) {
+            if constexpr (Shape::cluster == 1)
+                return units::count + (two ? second_units::count : 0);
+            else
+                return own_first + own_second + (has_ninth(rank, tile) ? 1 : 0);
+        };
+        // Units of a warp. turn: the warp that has the first one.
+        const auto each_unit = [&](int tile, int from_turn, std::uint32_t at, auto&& of_first,
+                                   auto&& of_second) {
+            [[maybe_unused]] const std::uint32_t second_at =
+                at + static_cast<std::uint32_t>(pair::first_channels * latent_tile * 2);
+            const int count = count_of(tile);
+#pragma unroll 1
+            for (int unit = first_unit(from_turn); unit < count; unit += warps) {
+                if constexpr (Shape::cluster == 1) {
+                    if (unit < units::count)
+                        of_first(unit, at);
+                    else if constexpr (two)
+                        of_second(unit - units::count, second_at);
+                } else {
+                    const int ninth_half = ninth_halves ? rank : 0;
+                    if (unit < own_first)
+                        of_first(unit + 4 * rank * per_first, at);
+                    else if (ninth_of_first && unit == own_first)
+                        of_first(8 * per_first + ninth_half, at);
+                    else if constexpr (two)
+                        of_second(unit - own_first < own_second
+                                      ? unit - own_first +
+                                            kvq::detail::larger(4 * rank - first_blocks, 0) * per_second
+                                      : (8 - first_blocks) * per_second + ninth_half,
+                                  second_at);
+                }
+            }
+        };
         // Lanes have the pages of eight tiles, and of the next eight.
         constexpr int tile_slices = latent_tile / slice_tokens;
         const auto pages_at = [&](int token) {
@@ -68,6 +106,19 @@ private:
         };
         const sequence_cut cut = cut_of(part.cuts, sequence);
         int pages = pages_at(first), next_pages = pages_at(first + 32 * slice_tokens), slice = 0;
+        const auto free_of = [&](int tile) {
+            return latent_stage<memory>::of(place, tile % Shape::stages).free;
+        };
+        const auto free_parity = [](int tile) {
+            return static_cast<std::uint32_t>(tile / Shape::stages + 1) & 1u;
+        };
+        const auto fetch = [&](int tile, int from_turn, const latent_runs<pair>& runs) {
+            each_unit(
+                tile, from_turn, latent_stage<memory>::of(place, tile % Shape::stages).tile,
+                [&](int unit, std::uint32_t to) { units::fetch(runs, unit, to, own); },
+                [&](int unit, std::uint32_t to) { second_units::fetch(runs, unit, to, own); });
+        };
+        bool fetched = false;
 #pragma unroll 1
         for (; first < end; first += latent_tile, ++made) {
             const auto at = latent_stage<memory>::of(place, made % Shape::stages);
@@ -76,53 +127,72 @@ private:
             const std::uint64_t shown =
                 shown_of_tile(part, sequence, cut, first, end - first, page, own.lane);
             const latent_runs<pair> runs(part.cache, first, page);
-            barrier_wait(at.free, static_cast<std::uint32_t>(made / Shape::stages + 1) & 1u);
+            const int next_turn = (turn + count_of(made)) % warps;
+            if (!fetched) {
+                barrier_wait(at.free, free_parity(made));
+                fetch(made, turn, runs);
+            }
             if (warp == 0 && own.lane == 0)
                 latent_note{part.cache.first_token + first, static_cast<std::uint32_t>(shown),
                             static_cast<std::uint32_t>(shown >> 32)}
                     .store(at.note);
-            const std::uint32_t second_tile =
-                at.tile + static_cast<std::uint32_t>(pair::first_channels * latent_tile * 2);
-            // Units of a warp. A block of a cluster has blocks of 64 channels 4 rank to 4 rank + 3, and 8.
-            const auto each_unit = [&](auto&& of_first, auto&& of_second) {
-#pragma unroll 1
-                for (int unit = warp < turn ? warp - turn + warps : warp - turn; unit < count;
-                     unit += warps) {
-                    if constexpr (Shape::cluster == 1) {
-                        if (unit < units::count)
-                            of_first(unit, at.tile);
-                        else if constexpr (two)
-                            of_second(unit - units::count, second_tile);
-                    } else {
-                        const auto whole = [&](int i) { return i < 4 ? 4 * rank + i : 8; };
-                        const auto from = [&](int local, int number) {
-                            return at.tile + static_cast<std::uint32_t>((local - number) * 8192);
-                        };
-                        if (unit < first_units) {
-                            const int i = unit / per, number = whole(i);
-                            of_first(number * per + unit % per, from(i, number));
-                        } else if constexpr (two) {
-                            const int i = first_units / per + (unit - first_units) / second_per,
-                                      number = whole(i) - pair::first_channels / 64;
-                            of_second(number * second_per + (unit - first_units) % second_per,
-                                      from(i, number));
-                        }
-                    }
-                }
-            };
-            each_unit([&](int unit, std::uint32_t tile) { units::fetch(runs, unit, tile, own); },
-                      [&](int unit, std::uint32_t tile) { second_units::fetch(runs, unit, tile, own); });
             copy_commit();
             if (rank == 0) prefetch(part, first + 2 * latent_tile, ahead_page);
-            copy_wait<0>();
+            if constexpr (Shape::cluster == 2) {
+                // What the next tile needs comes meanwhile, if its place is free.
+                fetched =
+                    first + latent_tile < end && barrier_passed(free_of(made + 1), free_parity(made + 1));
+                if (fetched)
+                    fetch(made + 1, next_turn,
+                          latent_runs<pair>(
+                              part.cache, first + latent_tile,
+                              of_tile(slice + tile_slices < 32 ? pages : next_pages, slice + tile_slices)));
+                copy_commit();
+                copy_wait<1>();
+            } else {
+                copy_wait<0>();
+            }
             __syncwarp();
-            each_unit(
-                [&](int unit, std::uint32_t tile) { units::store(runs, unit, tile, shown, own); },
-                [&](int unit, std::uint32_t tile) { second_units::store(runs, unit, tile, shown, own); });
+            if constexpr (Shape::cluster == 2 && units::full && !two) {
+                const auto number = [&](int unit) {
+                    return unit < own_first ? unit + 4 * rank * per_first : 8 * per_first + rank;
+                };
+                const int count = count_of(made);
+#pragma unroll 1
+                for (int unit = first_unit(turn); unit < count; unit += 2 * warps) {
+                    const int a = number(unit), b = number(unit + warps);
+                    if (unit + warps < count) {
+                        units::store_two(a, b, at.tile, shown, own);
+                        send(units::place(at.tile, a), units::bytes);
+                        copy_to_other(units::place(at.tile, b), units::bytes);
+                    } else {
+                        units::store(runs, a, at.tile, shown, own);
+                        send(units::place(at.tile, a), units::bytes);
+                    }
+                }
+            } else {
+                each_unit(
+                    made, turn, at.tile,
+                    [&](int unit, std::uint32_t tile) {
+                        units::store(runs, unit, tile, shown, own);
+                        send(units::place(tile, unit), units::bytes);
+                    },
+                    [&](int unit, std::uint32_t tile) {
+                        second_units::store(runs, unit, tile, shown, own);
+                        send(second_units::place(tile, unit), second_units::bytes);
+                    });
+            }
             publish_to_products();
             __syncwarp();
-            if (own.lane == 0) barrier_arrive(at.full);
-            turn = (turn + count) % warps;
+            if (own.lane == 0) {
+                if constexpr (Shape::cluster == 2)
+                    if (warp == 0)  // so many bytes come from the other block
+                        barrier_expect(arrived_at(),
+                                       blocks_of(blocks, rank ^ 1) * 8192 +
+                                           (has_ninth(rank ^ 1, made) ? ninth_halves ? 4096 : 8192 : 0));
+                barrier_arrive(at.full);
+            }
+            turn = next_turn;
             slice += tile_slices;
             if (slice == 32) {
                 slice = 0;
@@ -130,6 +200,26 @@ private:
                 next_pages = pages_at(first + latent_tile + 32 * slice_tokens);
             }
         }
+    }
+    /// turn: the warp that has the first unit of a tile.
+    __device__ __forceinline__ int first_unit(int of_turn) const {
+        return warp < of_turn ? warp - of_turn + warps : warp - of_turn;
+    }
+    /// Counts what the other block sends of this tile.
+    __device__ __forceinline__ std::uint32_t arrived_at() const {
+        return place + static_cast<std::uint32_t>(memory::arrived + made % Shape::stages * 8);
+    }
+    /// A unit is there, for the other block of the cluster too.
+    __device__ __forceinline__ void send(std::uint32_t from, int bytes) const {
+        if constexpr (Shape::cluster == 2) {
+            publish_to_products();
+            __syncwarp();
+            copy_to_other(from, bytes);
+        }
+    }
+    __device__ __forceinline__ void copy_to_other(std::uint32_t from, int bytes) const {
+        if (own.lane == 0)
+            copy_bulk_to(place_in(rank ^ 1, from), from, bytes, place_in(rank ^ 1, arrived_at()));
     }
     /// Asks for the pages that begin in a tile. page: of lane i, of tokens 16 i to 16 i + 15.
     template <class Part>
