@@ -187,7 +187,7 @@ KVQ_API kvq_status kvq_format_find_rows(const char* name, float tensor_scale, kv
 KVQ_API kvq_status kvq_format_find_head_rows(const char* name, const float* scales, int32_t count,
                                              int32_t kv_heads, kvq_format** out);
 /// Bytes of a token of one head in the rows of another system: in its row, of scales and of biases beside it.
-/// NULL: not asked for. KVQ_ERROR_ARGUMENT for other formats.
+/// NULL: not asked for. KVQ_ERROR_ARGUMENT for other formats, and for channels that they cannot have.
 KVQ_API kvq_status kvq_format_row_bytes(const kvq_format* format, int32_t dim, int32_t* row, int32_t* scales,
                                         int32_t* biases);
 KVQ_API kvq_status kvq_format_free(kvq_format* format);

@@ -697,6 +697,8 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     CHECK(beside == 8);
     CHECK(biases == 0);
     CHECK_REFUSED(kvq_format_row_bytes(records, 0, &row, nullptr, nullptr), KVQ_ERROR_ARGUMENT, "0 channels");
+    CHECK_REFUSED(kvq_format_row_bytes(records, 60, &row, nullptr, nullptr), KVQ_ERROR_ARGUMENT,
+                  "mla-584 has 512 channels, but head_dim is 60");
     CHECK(kvq_format_free(records) == KVQ_OK);
     CHECK_REFUSED(kvq_sequence_erase(f.s, -1, 5), KVQ_ERROR_ARGUMENT, "-1");
     CHECK_REFUSED(kvq_sequence_erase(f.s, 5, 10), KVQ_ERROR_ARGUMENT, "rotary");

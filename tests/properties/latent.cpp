@@ -492,6 +492,14 @@ TEST_CASE("what a latent layer cannot be, and cannot do, is refused with its num
          "does not keep its 8 rotary channels");
 }
 
+struct scarce_records : kvq::token_records {
+    scarce_records() : token_records(kvq::record_layout_named("int8-token-head")) {}
+    void check(const kvq::cache_shape& shape, tensor role) const {
+        if (shape.dim(role) == 128) throw std::bad_alloc();
+        token_records::check(shape, role);
+    }
+};
+
 TEST_CASE("keys of an index are beside latents whose format they do not fit") {
     const auto of_key = [](int format, kvq::layer l) {
         l.formats.key = format;
@@ -555,6 +563,12 @@ TEST_CASE("keys of an index are beside latents whose format they do not fit") {
          "mla-656 has 576 channels, but head_dim is 128");
     says([&] { (void)cache.add_format(tensor::key, kvq::with_fp16_channels(bytes, 576)); },
          "has 576 channels in fp16, and a layer of the cache has keys of 576");
+    // Memory that runs out says nothing about what fits.
+    const kvq::format scarce = test::made<test::usual>(scarce_records());
+    CHECK_THROWS_AS(kvq::cache({latent, of_key(1, index)}, options({scarce, bytes})), std::bad_alloc);
+    CHECK_THROWS_AS((void)cache.add_format(tensor::key, scarce), std::bad_alloc);
+    CHECK(cache.table(tensor::key).listed() == 3);
+    CHECK(cache.add_format(tensor::key, format_of<kvq::ref8::keys>()) == 3);
 }
 
 TEST_CASE("messages and files of an index, or of a latent that is divided in another way, are refused") {

@@ -129,7 +129,7 @@ KVQ_FUNC const detail::format_table& cache::table(tensor role, int layer) const 
 }
 
 KVQ_FUNC const format& cache::fitting(int layer, const format& f) const {
-    return detail::caught([&] { check(tensor::key, f, 0, layer); }) ? keys_.window() : f;
+    return detail::accepted([&] { check(tensor::key, f, 0, layer); }) ? f : keys_.window();
 }
 
 KVQ_FUNC int cache::add_format(tensor role, const format& f) {
@@ -137,12 +137,21 @@ KVQ_FUNC int cache::add_format(tensor role, const format& f) {
     check(role, f, list.listed());
     if (const int i = list.find(f); i < list.listed()) return i;
     detail::check_backends(keys_, values_, f);
+    // All that takes memory comes first, so that no table is ahead of another one.
+    list.reserve(1);
     std::map<std::pair<int, int>, format> fits;
+    std::vector<format> of_values;
     if (role == tensor::key) {
         for (const int layer : shapes_.distinct())
             fits.emplace(std::pair(shape(layer).kv_heads, shape(layer).head_dim), fitting(layer, f));
-        for (auto& [dims, read] : latent_values_)
-            read.add(detail::values_of_keys(fits.at({1, dims.first}), dims.first, dims.second));
+        of_values.reserve(latent_values_.size());
+        for (auto& [dims, read] : latent_values_) {
+            of_values.push_back(detail::values_of_keys(fits.at({1, dims.first}), dims.first, dims.second));
+            read.reserve(1);
+        }
+        for (auto& [dims, formats] : fitting_keys_) formats.reserve(1);
+        std::size_t next = 0;
+        for (auto& [dims, read] : latent_values_) read.add(of_values[next++]);
         for (auto& [dims, formats] : fitting_keys_) formats.add(fits.at(dims));
     }
     list.add(f);
@@ -279,7 +288,7 @@ KVQ_FUNC void cache::check(tensor role, const format& f, int number) const {
     const std::vector<int>& kinds = shapes_.distinct();
     if (role == tensor::key)
         for (const int layer : kinds)
-            if (kinds.size() > 1 && !detail::caught([&] { check(role, f, number, layer); })) return;
+            if (kinds.size() > 1 && detail::accepted([&] { check(role, f, number, layer); })) return;
     for (const int layer : kinds)
         if (static_cast<std::size_t>(role) < tensors(layer).size()) check(role, f, number, layer);
 }

@@ -127,6 +127,20 @@ std::exception_ptr caught(F&& f) noexcept {
 #endif
     return {};
 }
+/// Runs f. False: it has refused its arguments. Other errors pass.
+template <class F>
+bool accepted(F&& f) {
+#if KVQ_EXCEPTIONS
+    try {
+        f();
+    } catch (const std::invalid_argument&) {
+        return false;
+    }
+#else
+    f();
+#endif
+    return true;
+}
 /// Runs f. False: it has raised std::bad_alloc.
 template <class F>
 bool has_memory(F&& f) {

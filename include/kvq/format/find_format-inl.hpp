@@ -148,10 +148,14 @@ KVQ_FUNC format find_rows_format(std::string_view name, float tensor_scale) {
 }
 
 KVQ_FUNC row_bytes bytes_of_row(const format& rows, int dim) {
+    detail::expect(static_cast<bool>(rows), "bytes of a row of an empty format");
     const row_place_functions& places = rows.functions().of_places;
     detail::expect(places.bytes != nullptr, rows.asked_name(),
                    " is no format of rows in the bytes of another system");
     detail::expect(dim >= 1 && dim <= 1 << 20, "rows of ", dim, " channels");
+    if (places.read != nullptr)  // records
+        rows.functions().check(rows.scheme(), {.layers = 1, .kv_heads = 1, .head_dim = dim, .value_dim = dim},
+                               tensor::key);
     return places.bytes(rows.scheme(), dim);
 }
 

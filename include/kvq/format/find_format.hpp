@@ -46,7 +46,8 @@ void for_each_format(F&& f) {
 [[nodiscard]] format find_rows_format(std::string_view name, float tensor_scale);
 /// The same with a scale for each head: [kv_heads] or [layers][kv_heads].
 [[nodiscard]] format find_rows_format(std::string_view name, std::span<const float> scales, int kv_heads);
-/// Bytes of a token of one head of such rows, or of records. Raises kvq::error for other formats.
+/// Bytes of a token of one head of such rows, or of records. Raises kvq::error for other formats, and for
+/// channels that they cannot have.
 [[nodiscard]] row_bytes bytes_of_row(const format& rows, int dim);
 
 /// K and V in the formats of one name, with the window and the page size of presets.

@@ -38,6 +38,7 @@ public:
     bool drops_lower(int from, int to) const noexcept;
     /// Number of the first listed format that is the same as f, or listed().
     int find(const format& f) const noexcept;
+    void reserve(int more) { formats_.reserve(formats_.size() + static_cast<std::size_t>(more)); }
     void add(format f) { formats_.push_back(std::move(f)); }
 
     /// Formats with a transform, and the position of format `index` among them.

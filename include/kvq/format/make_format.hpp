@@ -292,7 +292,11 @@ struct scheme_table {
     static row_place_functions of_places(row_place_functions of) {
         if constexpr (rows_of_tokens<Scheme> || records_of_tokens<Scheme>)
             of.bytes = [](const void* scheme, int dim) {
-                return scheme_table::of(scheme).layout().bytes(dim);
+                const auto layout = scheme_table::of(scheme).layout();
+                if constexpr (rows_of_tokens<Scheme>)
+                    if (const int n = layout.group_of(dim); dim % n != 0)
+                        fail(layout.name, " has a scale for ", n, " channels, but head_dim is ", dim);
+                return layout.bytes(dim);
             };
         if constexpr (records_of_tokens<Scheme>)
             of.read = [](const void* scheme, const row_place& place, int dim, int from, int tokens,
