@@ -16,9 +16,11 @@ namespace {
 constexpr int dim = 64, page = 64, heads = 2, q_heads = 8, layers = 2;
 using upper_pair = cuda::preset_pair<nested4, dim, page>;
 using both_pair = cuda::plane_pair<upper_pair>;
+using third = kivi<2, 32>;
 
 const cuda::device_format& compiled() {
-    static const cuda::device_format f = cuda::make_device_format<float16, both_pair, upper_pair>();
+    static const cuda::device_format f =
+        cuda::make_device_format<float16, both_pair, upper_pair, cuda::kivi_pair<2, 32, dim, page>>();
     return f;
 }
 
@@ -81,8 +83,8 @@ struct history {
     explicit history(unsigned seed)
         : r(seed),
           cpu(std::vector<kvq::layer>(layers, full_attention({heads, dim})),
-              {.keys = formats<nested4::keys>(),
-               .values = formats<nested4::values>(),
+              {.keys = formats<nested4::keys, third::keys>(),
+               .values = formats<nested4::values, third::values>(),
                .sinks = 4,
                .recent = 40,
                .page_tokens = page,
@@ -90,7 +92,7 @@ struct history {
                .repack = 0.0f}) {
         CUDA_OK(cudaStreamCreate(&stream));
         ok(gpu.open(cpu.shape(),
-                    {.formats = {"nested8", "nested4"},
+                    {.formats = {"nested8", "nested4", "kivi-2-g32"},
                      .page_tokens = page,
                      .sinks = 4,
                      .recent = 40,
@@ -102,9 +104,10 @@ struct history {
                     std::span(&compiled(), 1), stream));
     }
     ~history() { CUDA_OK(cudaStreamDestroy(stream)); }
-    template <class S>
+    template <class S, class Third>
     static format_list formats() {
-        return {with_lower_plane(make_format<S, scalar>()), make_format<S, scalar>()};
+        return {with_lower_plane(make_format<S, scalar>()), make_format<S, scalar>(),
+                make_format<Third, scalar>()};
     }
     void ok(const cuda::status& s) { CHECK(s, "%s", s.message); }
 
@@ -283,10 +286,58 @@ void check_cache(unsigned seed) {
     CHECK(h.gpu.usage().quantized == 0, "%zu bytes of pages stay", h.gpu.usage().quantized);
 }
 
+/// A page of two planes goes while a fork holds its upper one.
+void check_upper_stays() {
+    history h(3);
+    pair p = h.make();
+    h.append(p, 230, true);
+    pair other{{}, p.host.fork()};
+    h.ok(h.gpu.fork(p.id, other.id, h.stream));
+    h.ok(h.gpu.requantize(std::span(&p.id, 1), {.format = "nested4", .last_token = 140}, h.stream));
+    const cuda::requantize_request request{.format = "kivi-2-g32", .last_token = 140};
+    const cuda::tier tiers[] = {{.age = 0, .format = "kivi-2-g32"}};
+    requantize_report planned, done, stepped;
+    const std::size_t before = h.gpu.usage().quantized;
+    h.ok(h.gpu.plan_step_down(std::span(&other.id, 1), tiers, stepped));
+    h.ok(h.gpu.plan_requantize(std::span(&other.id, 1), request, planned));
+    h.ok(h.gpu.requantize(std::span(&other.id, 1), request, h.stream, &done));
+    const std::size_t lower = layers * heads * (both_pair::lower_key_bytes + both_pair::lower_value_bytes),
+                      taken = h.gpu.usage().quantized + 2 * lower - before;
+    CHECK(done.bytes_freed == 2 * lower && done.bytes_after + 2 * lower == done.bytes_before + taken,
+          "%zu bytes are freed, not %zu; %zu to %zu", done.bytes_freed, 2 * lower, done.bytes_before,
+          done.bytes_after);
+    CHECK(planned.bytes_freed == done.bytes_freed && planned.bytes_after == done.bytes_after &&
+              planned.bytes_peak == done.bytes_peak,
+          "the dry run frees %zu bytes, to %zu, at most %zu", planned.bytes_freed, planned.bytes_after,
+          planned.bytes_peak);
+    CHECK(stepped.bytes_freed == done.bytes_freed, "the dry run of a step down frees %zu bytes",
+          stepped.bytes_freed);
+}
+
+/// Pages that are not ranked do not lie in host memory.
+void check_host_memory() {
+    cuda::cache gpu;
+    for (const char* const first : {"nested8", "nested4"}) {
+        const cuda::status s = gpu.open({.layers = 1, .kv_heads = 1, .head_dim = dim},
+                                        {.formats = {first},
+                                         .page_tokens = page,
+                                         .listed_tokens = page,
+                                         .resident_tokens = page,
+                                         .pool_tokens = 4 * page,
+                                         .growing = false},
+                                        std::span(&compiled(), 1), nullptr);
+        CHECK(std::strstr(s.message, "do not lie in host memory, since") != nullptr &&
+                  std::strstr(s.message, "two planes") != nullptr,
+              "pages of %s in host memory: \"%s\"", first, s.message);
+    }
+}
+
 }  // namespace
 
 int main() {
     check_numbers();
+    check_host_memory();
+    check_upper_stays();
     check_attention<both_pair>("nested8, dim 64, page 64");
     check_attention<cuda::upper_plane_pair<upper_pair>>("its upper plane");
     check_attention<cuda::plane_pair<cuda::preset_pair<nested4, 128>>>("nested8");

@@ -477,8 +477,8 @@ private:
     void adopt_plan(std::size_t group) noexcept;
     status ensure_plans(std::span<const sequence_id> ids, int new_tokens, bool cross, cudaStream_t stream);
     status settle(std::span<const sequence_id> ids, cudaStream_t stream);
-    requantize_report report_of(std::span<const sequence_id> ids, const format_changes& changes,
-                                std::size_t in_use) const;
+    requantize_report report_of(const format_changes& changes, std::size_t in_use) const;
+    static void end_report(requantize_report& r, std::size_t in_use) noexcept;
     struct rehearsal;
     template <class InUse, class Carry>
     status lower_pages(std::span<const sequence_id> ids, std::span<const tier> tiers, std::size_t byte_budget,

@@ -233,31 +233,23 @@ inline status cache::find_changes(std::span<const sequence_id> ids, const common
     return result;
 }
 
-/// What a run of these changes does, with so many bytes in use before it.
-inline requantize_report cache::report_of(std::span<const sequence_id> ids, const format_changes& changes,
-                                          std::size_t in_use) const {
+/// What a run of these changes takes, with so many bytes in use before it. Old pages are held until all new
+/// ones are there.
+inline requantize_report cache::report_of(const format_changes& changes, std::size_t in_use) const {
     requantize_report r;
-    r.bytes_before = r.bytes_after = in_use;
-    for (std::size_t i = 0; i < changes.size(); ++i) {
-        const detail::layer_group& g = groups_[i];
+    r.bytes_before = r.bytes_peak = in_use;
+    for (std::size_t i = 0; i < changes.size(); ++i)
         for (const format_change& c : changes[i]) {
             ++r.pages;
-            const bool drops = g.drops_lower(c.from->format - 1, c.format);
-            const std::size_t bytes = g.quantized[static_cast<std::size_t>(c.format)].page_bytes();
-            if (!drops) r.bytes_after += bytes;
-            std::size_t holders = 1;  // the change itself
-            for (const common::held_span& at : c.spans) {
-                const sequence_id id = ids[static_cast<std::size_t>(at.table)];
-                holders +=
-                    !entry_of(id).pages[i].table.keeps_page(at.span, 0, g.geometry, g.geometry.rollback);
-            }
-            if (c.from.references() == holders) r.bytes_freed += c.from->bytes - (drops ? bytes : 0);
+            if (!groups_[i].drops_lower(c.from->format - 1, c.format))
+                r.bytes_peak += groups_[i].quantized[static_cast<std::size_t>(c.format)].page_bytes();
         }
-    }
-    // Old pages are held until all new ones are there.
-    r.bytes_peak = r.bytes_after;
-    r.bytes_after -= r.bytes_freed;
     return r;
+}
+/// Completes it behind the run.
+inline void cache::end_report(requantize_report& r, std::size_t in_use) noexcept {
+    r.bytes_after = in_use;
+    r.bytes_freed = r.bytes_peak - in_use;
 }
 
 /// Quantizes pages of one format (-1: 16 bit) to pages of another one, in all layers of a group.
@@ -372,8 +364,9 @@ inline status cache::requantize(std::span<const sequence_id> ids, const requanti
     if (status s = settle(ids, stream); !s) return s;
     changes.clear();
     if (status s = find_changes(ids, request, changes); !s) return s;
-    const requantize_report done = report_of(ids, changes, bytes_in_use());
+    requantize_report done = report_of(changes, bytes_in_use());
     if (status s = requantize_pages(ids, changes, stream); !s) return s;
+    end_report(done, bytes_in_use());
     if (request.new_pages)
         for (std::size_t i = 0; i < groups_.size(); ++i)
             for (const sequence_id id : ids) {
@@ -443,7 +436,11 @@ inline status cache::step_down(std::span<const sequence_id> ids, std::span<const
 struct cache::rehearsal final : page_owner {
     cache& of;
     std::size_t in_use, most;
-    std::deque<page> made;
+    /// upper: of a page of two planes, which frees the other one's bytes alone.
+    struct twin_page : page {
+        page_ref upper;
+    };
+    std::deque<twin_page> made;
     std::vector<page_ref> elsewhere;  // what other holders have
     std::vector<std::pair<detail::sequence_pages*, detail::sequence_pages>> before;
 
@@ -452,14 +449,24 @@ struct cache::rehearsal final : page_owner {
     rehearsal(cache& c, std::span<const sequence_id> ids) : rehearsal(c) {
         std::map<const page*, page_ref> twins;
         before.reserve(ids.size() * of.groups_.size());
-        const auto exchange = [&](page_ref& p) {
-            if (!p) return;
-            page_ref& twin = twins[p.get()];
-            if (!twin) twin = make(p->format, p->bytes);
-            p = twin;
-        };
         for (const sequence_id id : ids)
-            for (detail::sequence_pages& pages : of.entry_of(id).pages) {
+            for (std::size_t i = 0; i < of.groups_.size(); ++i) {
+                const auto twin_of = [&](const page& p) -> page_ref& {
+                    page_ref& twin = twins[&p];
+                    if (!twin) twin = make(p.format, p.bytes);
+                    return twin;
+                };
+                const auto exchange = [&](page_ref& p) {
+                    if (!p) return;
+                    const page_ref twin = twin_of(*p);
+                    if (p->format > 0 && !upper_in(*twin))
+                        if (const page_ref* const upper =
+                                of.groups_[i].quantized[static_cast<std::size_t>(p->format - 1)].upper_page(
+                                    *p))
+                            upper_in(*twin) = twin_of(**upper);
+                    p = twin;
+                };
+                detail::sequence_pages& pages = of.entry_of(id).pages[i];
                 detail::sequence_pages copy = pages;
                 for (page_span& span : copy.table.spans) {
                     exchange(span.pages[0]);
@@ -490,7 +497,20 @@ struct cache::rehearsal final : page_owner {
         p.references.store(1);
         return page_ref(&p);
     }
-    void free(page* p) noexcept override { in_use -= p->bytes; }
+    static page_ref& upper_in(page& p) noexcept { return static_cast<twin_page&>(p).upper; }
+    /// A new page of a group.
+    page_ref take(const detail::layer_group& g, int format) {
+        const detail::device_pages& pool = g.quantized[static_cast<std::size_t>(format)];
+        page_ref p = make(format + 1, pool.page_bytes());
+        if (const int upper = g.format.kinds[static_cast<std::size_t>(format)].upper; upper >= 0)
+            upper_in(*p) = make(upper + 1, pool.upper()->page_bytes());
+        in_use += p->bytes;
+        return p;
+    }
+    void free(page* p) noexcept override {
+        const page_ref upper = std::move(upper_in(*p));
+        in_use -= p->bytes - (upper ? upper->bytes : 0);
+    }
 
     /// As cache::settle().
     void settle(std::span<const sequence_id> ids) {
@@ -499,13 +519,9 @@ struct cache::rehearsal final : page_owner {
                 const detail::layer_group& g = of.groups_[i];
                 detail::sequence_pages& s = of.entry_of(id).pages[i];
                 if (g.plans.tokens == 0 || !s.has_due(g.geometry)) continue;
-                const std::size_t bytes = g.quantized[static_cast<std::size_t>(s.target())].page_bytes();
                 std::vector<page_ref> fresh;
-                for (int k = s.table.committed; k < s.table.due(s.tokens(), g.geometry); ++k) {
-                    if (s.table[k].sinks) continue;
-                    fresh.push_back(make(s.target() + 1, bytes));
-                    in_use += bytes;
-                }
+                for (int k = s.table.committed; k < s.table.due(s.tokens(), g.geometry); ++k)
+                    if (!s.table[k].sinks) fresh.push_back(take(g, s.target()));
                 most = common::larger(most, in_use);
                 s.commit_due(g.geometry, fresh);
             }
@@ -514,15 +530,11 @@ struct cache::rehearsal final : page_owner {
         for (std::size_t i = 0; i < changes.size(); ++i) {
             const detail::layer_group& g = of.groups_[i];
             for (format_change& c : changes[i]) {
-                c.to = make(c.format + 1, g.quantized[static_cast<std::size_t>(c.format)].page_bytes());
-                in_use += c.to->bytes;
+                c.to = g.drops_lower(c.from->format - 1, c.format) ? upper_in(*c.from) : take(g, c.format);
                 for (const common::held_span& at : c.spans)
                     of.entry_of(ids[static_cast<std::size_t>(at.table)])
                         .pages[i]
                         .table.change_page(at.span, 0, c.to, g.geometry, g.geometry.rollback);
-                // The upper plane of a page of two, which others still hold, is theirs as well.
-                if (g.drops_lower(c.from->format - 1, c.format) && c.from.references() > 1)
-                    in_use -= std::exchange(c.to->bytes, 0);
             }
         }
         changes.clear();
@@ -539,7 +551,9 @@ inline status cache::plan_requantize(std::span<const sequence_id> ids, const req
     rehearsal tables(self, ids);
     format_changes changes;
     if (status s = self.find_changes(ids, request, changes); !s) return s;
-    report = report_of(ids, changes, tables.in_use);
+    report = report_of(changes, tables.in_use);
+    tables.carry_out(ids, changes);
+    end_report(report, tables.in_use);
     return {};
 }
 
@@ -556,11 +570,12 @@ inline status cache::plan_step_down(std::span<const sequence_id> ids, std::span<
     status s = self.lower_pages(
         ids, tiers, byte_budget, [&] { return tables.in_use; },
         [&](format_changes& changes) {
-            const requantize_report r = report_of(ids, changes, tables.in_use);
+            requantize_report r = report_of(changes, tables.in_use);
+            tables.carry_out(ids, changes);
+            end_report(r, tables.in_use);
             sum.pages += r.pages;
             sum.bytes_freed += r.bytes_freed;
             sum.bytes_peak = common::larger(sum.bytes_peak, r.bytes_peak);
-            tables.carry_out(ids, changes);
             return status{};
         });
     sum.bytes_after = tables.in_use;

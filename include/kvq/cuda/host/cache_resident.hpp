@@ -19,11 +19,11 @@ inline status cache::place_pages(detail::layer_group& g) const {
             "0, and "
             "pools that do not grow",
             o.resident_tokens, o.listed_tokens, o.pool_tokens);
-    if (g.format.functions->no_pages != nullptr || g.geometry.window || !g.takes_steps()) return {};
-    if (const device_format::kind& kind = g.format.kinds[static_cast<std::size_t>(g.target)];
-        kind.no_estimate != nullptr)
+    if (g.format.latent || g.format.index || g.geometry.window || !g.takes_steps()) return {};
+    const device_format::kind& kind = g.format.kinds[static_cast<std::size_t>(g.target)];
+    if (const char* const why = kind.no_estimate != nullptr ? kind.no_estimate : g.format.functions->no_pages)
         return detail::bad_value("%s: pages in %s do not lie in host memory, since %s", g.describe(0).c_str(),
-                                 kind.name.c_str(), kind.no_estimate);
+                                 kind.name.c_str(), why);
     g.host_pages = pool_pages(g);
     return {};
 }

@@ -126,6 +126,10 @@ public:
                                               upper == nullptr ? nullptr : &upper->pages());
     }
     const device_pages* upper() const noexcept { return upper_; }
+    /// Of a page of two planes that of the upper one; null: it has one plane.
+    const page_ref* upper_page(const page& p) const noexcept {
+        return upper_ == nullptr ? nullptr : &pages_->upper(p);
+    }
     /// Memory that a page's number names, and where in it.
     const pool_memory& memory_of_upper() const noexcept {
         return (upper_ != nullptr ? upper_ : this)->memory_;
