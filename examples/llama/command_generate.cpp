@@ -113,6 +113,8 @@ void add_generate(CLI::App& app, options& chosen) {
                     "tokens that the model drafts from the upper planes of nested8 before it checks them")
         ->check(CLI::Range(0, 16))
         ->capture_default_str();
+    generate.add_flag("--ignore-eos", chosen.generation.ignore_eos,
+                      "go on behind an end of text, for speeds at a given length");
     generate.add_option("--load", chosen.generation.load, "go on from a saved cache");
     generate.add_option("--save", chosen.generation.save,
                         "save the cache afterwards; its formats: --tiers, --requantize-at, or 16 bit");

@@ -101,7 +101,7 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
     const stopwatch time;
     int previous = prompt.back();
     const auto emit = [&](int token) {
-        if (pieces.ends_text(token) || result.generated_tokens == steps) {
+        if ((pieces.ends_text(token) && !settings.ignore_eos) || result.generated_tokens == steps) {
             return false;
         }
         out << pieces.decode(previous, token) << std::flush;

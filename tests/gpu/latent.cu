@@ -101,7 +101,14 @@ void check_case(test::rng& r, const latent_case& c, const char* name, double* wo
             }
     const double error = size == 0.0 ? off : std::sqrt(off / size);
     *worst = std::max(*worst, error);
-    CHECK(error < (std::is_same_v<T, bfloat16> ? 4e-3 : 2e-3),
+    // Queries times the scales of last channels in codes are rounded to half floats: at most 2^-11 of each
+    // product, and independent, so less than 2^-12 of the deviation of their scores. These channels have a
+    // size of 20 (latent_batch.cuh).
+    double of_last = 0.0;
+    if constexpr (Quantized::second_channels > 0 && !std::is_same_v<typename Quantized::last, full<float16>>)
+        of_last = 0x1p-12 * (c.peaked ? 3.0 : 0.5) * 20.0 * std::sqrt(Quantized::second_channels) *
+                  static_cast<double>(scale);
+    CHECK(error < (std::is_same_v<T, bfloat16> ? 4e-3 : 2e-3) + of_last,
           "%s: relative error %g (%d heads, %d tokens a sequence)", name, error, c.heads, c.query_tokens);
 
     // The same in two launches, from the state that the first one has left.

@@ -416,6 +416,15 @@ TEST_CASE("records in the memory of other systems: what is refused") {
     none.biases = index.data.data();
     refused(none, none, 128, 128,
             "kvq: keys are index-132, which has no biases beside the rows, but biases are given");
+    const records turns(random, kvq::token_records(kvq::record_layout_named("nvfp4-v4")), 12, 1, 64, true,
+                        {0, 1}, 2, 8);
+    const std::vector<float> q(64, 0.25f);
+    std::vector<float> out(64);
+    CHECK_THROWS_WITH_AS(
+        kvq::attend_rows(turns.view, turns.view, {table.data(), 2, 6, 2}, {12, 1, 64, 64},
+                         kvq::query_view(q.data(), 1, 1, 64), kvq::output_view(out.data(), 1, 1, 64), memory),
+        "kvq: keys are nvfp4-v4, where scales of 4 tokens take turns, but blocks have 6 tokens",
+        std::invalid_argument);
     const float bad = std::numeric_limits<float>::infinity();
     std::memcpy(latents.data.data() + 656 * 16 + 5 * 656 + 512 + 4, &bad, 4);  // token 5, its second scale
     refused(latents.view, latents.view, 576, 512,

@@ -34,7 +34,7 @@ inline constexpr bool built_in = false;
 template <kvq::float_format T>
 inline constexpr bool built_in<kvq::full<T>> = true;
 template <>
-inline constexpr bool built_in<kvq::int8> = true;
+inline constexpr bool built_in<kvq::detail::with_any_group<kvq::int8>::type> = true;
 template <int Bits>
 inline constexpr bool built_in<kvq::affine<Bits, kvq::per_token<kvq::any_group>>> = true;
 template <int Bits>

@@ -266,6 +266,9 @@ struct rows_attention {
             };
             const row_bytes bytes = places(of).bytes(of.rows.scheme(), dim_of(role));
             check_beside(bytes.scales, of.scales, "scales");
+            expect(!blocks.table || blocks.block_tokens % bytes.together == 0, name, " are ",
+                   of.rows.asked_name(), ", where scales of ", bytes.together,
+                   " tokens take turns, but blocks have ", blocks.block_tokens, " tokens");
             check_beside(bytes.biases, of.biases, "biases");
             expect(of.data != nullptr || shape.tokens == 0, name, " have no data for ", shape.tokens,
                    " tokens");

@@ -31,6 +31,7 @@ struct row_place {
 /// Bytes of a token: in its row, and of scales and biases beside it.
 struct row_bytes {
     int row = 0, scales = 0, biases = 0;
+    int together = 1;  ///< tokens whose scales take turns: blocks have multiples of it
 };
 
 /// Products with tokens [from, from + tokens) of a place, on a plan of the format (cpu/rows/row_product.hpp),
