@@ -114,7 +114,7 @@ void add_generate(CLI::App& app, options& chosen) {
         ->check(CLI::Range(0, 16))
         ->capture_default_str();
     generate.add_flag("--ignore-eos", chosen.generation.ignore_eos,
-                      "go on behind an end of text, for speeds at a given length");
+                      "never choose an end of text, for speeds at a given length");
     generate.add_option("--load", chosen.generation.load, "go on from a saved cache");
     generate.add_option("--save", chosen.generation.save,
                         "save the cache afterwards; its formats: --tiers, --requantize-at, or 16 bit");

@@ -4,23 +4,32 @@
 #include "stopwatch.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <ostream>
+#include <span>
 #include <stdexcept>
 
 namespace llama {
 namespace {
+
+// hidden: tokens that are never chosen.
+int next_token(sampler& pick, matrix& logits, Eigen::Index row, std::span<const int> hidden) {
+    for (const int token : hidden) {
+        logits(row, token) = -std::numeric_limits<float>::infinity();
+    }
+    return pick({logits.row(row).data(), static_cast<std::size_t>(logits.cols())});
+}
 
 // Greedy text in which the model drafts for itself: tokens one by one from the upper planes of the cache, then
 // one pass over both planes for all of them, which keeps those that it would have chosen, and one more.
 // emit: returns false at the end of the text. states: of the last token that the cache holds.
 template <class Emit>
 void generate_by_drafts(const model& llama, kv_cache& cache, matrix states, int draft, int steps,
-                        const sampling& how, activations& space, generation_result& result, Emit&& emit) {
+                        const sampling& how, std::span<const int> hidden, activations& space,
+                        generation_result& result, Emit&& emit) {
     sampler pick(how);
     matrix logits;
-    const auto choose = [&](Eigen::Index row) {
-        return pick({logits.row(row).data(), static_cast<std::size_t>(logits.cols())});
-    };
+    const auto choose = [&](Eigen::Index row) { return next_token(pick, logits, row, hidden); };
     llama.logits(states, logits, space.workers);
     std::vector<int> tokens{choose(0)};
     while (emit(tokens[0]) && result.generated_tokens < steps) {
@@ -88,6 +97,12 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
     }
     const int steps = settings.steps > 0 ? settings.steps : room;
 
+    std::vector<int> hidden;
+    for (int token = 0; settings.ignore_eos && token < llama.shape().vocab; ++token) {
+        if (pieces.ends_text(token)) {
+            hidden.push_back(token);
+        }
+    }
     sampler pick(settings.sampler);
     out << settings.prompt << std::flush;
 
@@ -101,7 +116,7 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
     const stopwatch time;
     int previous = prompt.back();
     const auto emit = [&](int token) {
-        if ((pieces.ends_text(token) && !settings.ignore_eos) || result.generated_tokens == steps) {
+        if (pieces.ends_text(token) || result.generated_tokens == steps) {
             return false;
         }
         out << pieces.decode(previous, token) << std::flush;
@@ -110,12 +125,12 @@ generation_result generate(const model& llama, const tokenizer& pieces, const sc
         return true;
     };
     if (settings.draft > 0) {
-        generate_by_drafts(llama, *cache, states, settings.draft, steps, settings.sampler, space, result,
-                           emit);
+        generate_by_drafts(llama, *cache, states, settings.draft, steps, settings.sampler, hidden, space,
+                           result, emit);
     }
     while (settings.draft == 0 && result.generated_tokens < steps) {
         llama.logits(states, logits, space.workers);
-        const int token = pick({logits.data(), static_cast<std::size_t>(logits.size())});
+        const int token = next_token(pick, logits, 0, hidden);
         if (!emit(token)) {
             break;
         }

@@ -17,7 +17,7 @@ struct generation_settings {
     int threads = 1;
     int steps = 0;  // 0: until the context is full
     int draft = 0;  // tokens to draft from the upper planes before a pass over both checks them; 0: none
-    bool ignore_eos = false;  // goes on behind an end of text
+    bool ignore_eos = false;  // no token that ends the text is chosen
     sampling sampler;
     std::string load, save;  // files of a live cache (live_cache.hpp): continue from one, write one
 };
@@ -32,7 +32,7 @@ struct generation_result {
     std::size_t bytes_held = 0;
 };
 
-// Streams the prompt and its continuation up to an end-of-text token, or past it where these are ignored.
+// Streams the prompt and its continuation up to an end-of-text token.
 // Throws std::invalid_argument when prompt and steps do not fit into the context, or when there are no tokens
 // to continue.
 generation_result generate(const model& llama, const tokenizer& pieces, const scheme_choice& scheme,

@@ -79,8 +79,8 @@ generation_result generate_on_device(const model_weights& weights, const tokeniz
     if (!settings.load.empty() || !settings.save.empty()) {
         throw std::invalid_argument("--load and --save are for the CPU");
     }
-    if (settings.draft > 0) {
-        throw std::invalid_argument("--draft is for the CPU");
+    if (settings.draft > 0 || settings.ignore_eos) {
+        throw std::invalid_argument("--draft and --ignore-eos are for the CPU");
     }
     const int context = weights.config.shape.context;
     std::vector<device::request> requests;
@@ -110,7 +110,7 @@ generation_result generate_on_device(const model_weights& weights, const tokeniz
     const auto running = device::make_engine(device::upload(source_of(weights), precision_of(on)), options);
 
     device::batch_settings batch;
-    batch.ends_text = [&](int token) { return !settings.ignore_eos && pieces.ends_text(token); };
+    batch.ends_text = [&](int token) { return pieces.ends_text(token); };
     // One text appears while it grows; of several, each when all are there.
     const bool streams = requests.size() == 1;
     int previous = requests.front().prompt.back();
