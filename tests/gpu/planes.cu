@@ -152,18 +152,22 @@ struct history {
                 std::vector<float> want(x.size());
                 p.host.attend(layer, token_view<const float16>(x.data(), 1, q_heads, dim),
                               token_view<float>(want.data(), 1, q_heads, dim), upper_plane{upper});
-                double error = 0.0, size = 0.0;
-                for (std::size_t i = 0; i < want.size(); ++i) {
-                    const double d =
-                        static_cast<double>(static_cast<float>(got[i])) - static_cast<double>(want[i]);
-                    error += d * d;
-                    size += static_cast<double>(want[i]) * static_cast<double>(want[i]);
-                }
-                CHECK(std::sqrt(error / size) <= 2e-3, "%s: error %.3g, layer %d, %s", name,
-                      std::sqrt(error / size), layer, upper ? "the upper plane" : "both planes");
+                const double error = distance(got, want);
+                CHECK(error <= 2e-3, "%s: error %.3g, layer %d, %s", name, error, layer,
+                      upper ? "the upper plane" : "both planes");
                 results[upper ? 1 : 0].insert(results[upper ? 1 : 0].end(), want.begin(), want.end());
             }
         differ += results[0] != results[1];
+    }
+    /// |got - want| / |want|.
+    static double distance(const std::vector<float16>& got, const std::vector<float>& want) {
+        double error = 0.0, size = 0.0;
+        for (std::size_t i = 0; i < want.size(); ++i) {
+            const double d = static_cast<double>(static_cast<float>(got[i])) - static_cast<double>(want[i]);
+            error += d * d;
+            size += static_cast<double>(want[i]) * static_cast<double>(want[i]);
+        }
+        return std::sqrt(error / size);
     }
     /// A prompt with its queries, against the CPU's prefill.
     void prefill(pair& p, int n) {
@@ -185,15 +189,9 @@ struct history {
                            token_view<const float16>(x.data(), n, q_heads, dim),
                            token_view<float>(want.data(), n, q_heads, dim), causal{}, serial_executor{},
                            space);
-            double error = 0.0, size = 0.0;
-            for (std::size_t i = 0; i < want.size(); ++i) {
-                const double d =
-                    static_cast<double>(static_cast<float>(got[i])) - static_cast<double>(want[i]);
-                error += d * d;
-                size += static_cast<double>(want[i]) * static_cast<double>(want[i]);
-            }
-            CHECK(std::sqrt(error / size) <= 2e-3, "a prompt behind %d tokens: error %.3g, layer %d",
-                  p.host.tokens() - n, std::sqrt(error / size), layer);
+            const double error = distance(got, want);
+            CHECK(error <= 2e-3, "a prompt behind %d tokens: error %.3g, layer %d", p.host.tokens() - n,
+                  error, layer);
         }
     }
     void compare(const pair& p, const char* name) {
