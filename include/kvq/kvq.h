@@ -547,6 +547,7 @@ typedef struct kvq_rows {
         scales;  // of formats whose scales lie beside the rows (nvfp4, mxfp4, mla-584, ...); else NULL
     ptrdiff_t scale_token_stride, scale_head_stride, scale_block_stride;
     ptrdiff_t scale_group_stride;  // from one group of channels to the next; 0: one behind the other
+    const void* biases;            // of formats that have them (MLX), with the strides of scales; else NULL
 } kvq_rows;
 
 typedef struct kvq_row_blocks {
@@ -559,10 +560,10 @@ typedef struct kvq_row_blocks {
 } kvq_row_blocks;
 
 /// out = softmax(q K^T) V for the last q.tokens tokens of a sequence that another system keeps; nothing is
-/// copied. Values of latents: the same rows as keys, of which value_dim channels are read. Not MLX, whose
-/// biases have no place here. q: [m][q_heads][head_dim], out: [m][q_heads][value_dim]. Without lists,
-/// selected_tokens and skipped_mass. KVQ_ERROR_ARGUMENT for what does not fit, before rows are read, and for
-/// scales that are NaN or infinite; out is written in part then.
+/// copied. Values of latents: the same rows as keys, of which value_dim channels are read. q: [m][q_heads]
+/// [head_dim], out: [m][q_heads][value_dim]. Without lists, selected_tokens and skipped_mass.
+/// KVQ_ERROR_ARGUMENT for what does not fit, before rows are read, and for scales that are NaN or infinite;
+/// out is written in part then.
 KVQ_API kvq_status kvq_attend_rows(const kvq_rows* keys, const kvq_rows* values, const kvq_row_blocks* blocks,
                                    const kvq_tensor* q, const kvq_tensor* out,
                                    const kvq_attend_options* options);

@@ -17,7 +17,8 @@ rows_view rows_of(const kvq_rows* given, const char* name) {
             .scale_token_stride = r.scale_token_stride,
             .scale_head_stride = r.scale_head_stride,
             .scale_block_stride = r.scale_block_stride,
-            .scale_group_stride = r.scale_group_stride};
+            .scale_group_stride = r.scale_group_stride,
+            .biases = r.biases};
 }
 
 }  // namespace

@@ -700,6 +700,24 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     CHECK_REFUSED(kvq_format_row_bytes(records, 60, &row, nullptr, nullptr), KVQ_ERROR_ARGUMENT,
                   "mla-584 has 512 channels, but head_dim is 60");
     CHECK(kvq_format_free(records) == KVQ_OK);
+    CHECK(kvq_format_find("mlx-4-g64", KVQ_KEY, nullptr, &records) == KVQ_OK);
+    const std::vector<std::uint8_t> numbers(64 * 4), of_groups(64 * 4);
+    const std::vector<float> of_q(64, 1.0f);
+    std::vector<float> mlx_out(64);
+    kvq_rows mlx{};
+    mlx.format = records;
+    mlx.data = numbers.data();
+    mlx.token_stride = 32;
+    mlx.scales = of_groups.data();
+    mlx.scale_token_stride = 2;
+    const kvq_row_blocks one_block{nullptr, 0, 0, 0, 4, 1};
+    const kvq_tensor mlx_q{const_cast<float*>(of_q.data()), KVQ_FP32, 1, 1, 64, 64, 64},
+        mlx_o{mlx_out.data(), KVQ_FP32, 1, 1, 64, 64, 64};
+    CHECK_REFUSED(kvq_attend_rows(&mlx, &mlx, &one_block, &mlx_q, &mlx_o, nullptr), KVQ_ERROR_ARGUMENT,
+                  "mlx-4-g64, whose biases lie beside the rows, but biases is null");
+    mlx.biases = of_groups.data();
+    CHECK(kvq_attend_rows(&mlx, &mlx, &one_block, &mlx_q, &mlx_o, nullptr) == KVQ_OK);
+    CHECK(kvq_format_free(records) == KVQ_OK);
     CHECK_REFUSED(kvq_sequence_erase(f.s, -1, 5), KVQ_ERROR_ARGUMENT, "-1");
     CHECK_REFUSED(kvq_sequence_erase(f.s, 5, 10), KVQ_ERROR_ARGUMENT, "rotary");
     CHECK_REFUSED(kvq_sequence_shift(f.s, 0, 100, 1), KVQ_ERROR_ARGUMENT, "rotary");

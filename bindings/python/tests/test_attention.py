@@ -77,6 +77,7 @@ class OtherMemory(Base):
                 self.expect(out, expected, most)
         self.records_of_latents()
         self.scales_of_heads()
+        self.memory_of_mlx()
         for name, given in (("data", {}), ("scales", {"scales": [[1]]})):
             with self.assertRaisesRegex(TypeError, f"{name} is a list, neither a numpy array"):
                 kvq.Rows("fp8", [[1, 2]] if name == "data" else memory[0][0], **given)
@@ -84,10 +85,10 @@ class OtherMemory(Base):
             kvq.Rows("q8_0", memory[0][0], tensor_scale=0.5)
         with self.assertRaisesRegex(kvq.ArgumentError, "std4 is no format of rows"):
             kvq.Rows("std4", memory[0][0])
-        with self.assertRaisesRegex(kvq.ArgumentError, "but 32 channels take 32 and 1$"):
+        with self.assertRaisesRegex(kvq.ArgumentError, "but 32 channels take 32, 1 and 0$"):
             kvq.attend_rows(*sides, self.tensor(1, Q, 32), tokens=tokens)
         few = kvq.Rows("nvfp4", memory[0][0][..., :36], scales=memory[0][0][..., :4])
-        with self.assertRaisesRegex(kvq.ArgumentError, "have 36 bytes and 4 of scales .* 64 channels take 32 and 4"):
+        with self.assertRaisesRegex(kvq.ArgumentError, "have 36 bytes, 4 of scales .* 64 channels take 32, 4 and 0"):
             kvq.attend_rows(few, few, q, tokens=tokens)
         with self.assertRaisesRegex(kvq.ArgumentError, "fp8, which has no scales beside the rows"):
             of = kvq.Rows("fp8", memory[0][0], scales=memory[0][0][..., :0])
@@ -125,10 +126,37 @@ class OtherMemory(Base):
             kvq.attend_rows(latents, latents, self.tensor(1, 8, 64), tokens=tokens)
         with self.assertRaisesRegex(kvq.ArgumentError, "keys are index-132, whose scales lie beside the rows, but scales is null"):
             few = kvq.Rows(name, data)
-            few._row = (128, 4)
+            few._row = (128, 4, 0)
             kvq.attend_rows(few, few, q, tokens=tokens)
         with self.assertRaisesRegex(kvq.ArgumentError, "mla-656 takes no scale of the tensor, but got 2"):
             kvq.Rows("mla-656", data, tensor_scale=2.0)
+
+    def memory_of_mlx(self):
+        """A QuantizedKVCache: [batch][heads][capacity] of uint32 words, fp16 scales and biases."""
+        batch, capacity, tokens, dim, n = 2, 100, 90, 128, 4
+        words, scales, biases = [], [], []
+        for _ in range(2):
+            words.append(self.rng.integers(0, 2**32, (batch, KV, capacity, dim // 8), np.uint32))
+            scales.append(self.rng.uniform(-0.1, 0.1, (batch, KV, capacity, dim // 64)).astype(np.float16))
+            biases.append(self.rng.standard_normal(scales[-1].shape).astype(np.float16))
+        held = []
+        for w, s, b in zip(words, scales, biases):
+            codes = (w[..., None] >> np.arange(0, 32, 4, np.uint32) & 15).reshape(batch, KV, capacity, dim // 64, 64)
+            held.append((codes * s.astype(np.float64)[..., None] + b[..., None]).reshape(batch, KV, capacity, dim))
+        sides = [kvq.Rows("mlx-4-g64", w.view(np.uint8), order="HND", scales=s.view(np.uint8), biases=b.view(np.uint8))
+                 for w, s, b in zip(words, scales, biases)]
+        q = self.tensor(n, Q, dim)
+        for row in range(batch):  # a row of the batch is one block
+            k, v = (x[row, :, :tokens].transpose(1, 0, 2) for x in held)
+            self.expect(kvq.attend_rows(*sides, q, tokens=tokens, block_table=[row]), attention(q, k, v)[0])
+        of = [w.view(np.uint8), s.view(np.uint8), b.view(np.uint8)]
+        with self.assertRaisesRegex(kvq.ArgumentError, r"biases have shape \[2, 2, 100, 4\], beside no scales; both must be"):
+            kvq.Rows("mlx-4-g64", of[0], order="HND", biases=of[2])
+        with self.assertRaisesRegex(kvq.ArgumentError, "with other strides; both must be laid out alike"):
+            kvq.Rows("mlx-4-g64", of[0], order="HND", scales=of[1], biases=of[2][:, ::-1])
+        few = kvq.Rows("mlx-4-g64", of[0], order="HND", scales=of[1])
+        with self.assertRaisesRegex(kvq.ArgumentError, "64 bytes, 4 of scales and 0 of biases .* 128 channels take 64, 4 and 4"):
+            kvq.attend_rows(few, few, q, tokens=tokens)
 
     def scales_of_heads(self):
         scales = self.rng.uniform(0.5, 2, KV).astype(np.float32)

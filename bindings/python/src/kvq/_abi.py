@@ -186,7 +186,8 @@ class kvq_attend_options(Struct):
 class kvq_rows(Struct):
     _fields_ = [("format", handle), ("data", c_void_p), ("token_stride", c_ssize_t), ("head_stride", c_ssize_t),
                 ("block_stride", c_ssize_t), ("scales", c_void_p), ("scale_token_stride", c_ssize_t),
-                ("scale_head_stride", c_ssize_t), ("scale_block_stride", c_ssize_t), ("scale_group_stride", c_ssize_t)]
+                ("scale_head_stride", c_ssize_t), ("scale_block_stride", c_ssize_t), ("scale_group_stride", c_ssize_t),
+                ("biases", c_void_p)]
 
 
 class kvq_row_blocks(Struct):

@@ -28,7 +28,7 @@ def _format_of(name: str, scale: Union[float, Sequence[float]]) -> Any:
 class Rows:
     """Keys or values of one layer in blocks of another system, such as a cache of vLLM. Nothing is copied.
 
-    format        of rows in the bytes of another system: "fp8", "q8_0", "mla-656", ... (docs/guide/formats.md), not MLX
+    format        of rows in the bytes of another system: "fp8", "q8_0", "mla-656", "mlx-4-g64", ... (docs/guide/formats.md)
     data          bytes: [blocks][block_tokens][kv_heads][bytes of a row] ("NHD"), or
                   [blocks][kv_heads][block_tokens][bytes of a row] ("HND"); a numpy array or a torch tensor of the CPU, any
                   strides but those of a row's bytes
@@ -36,19 +36,20 @@ class Rows:
     tensor_scale  by which numbers were divided (vLLM's k_scale, v_scale): fp8, nvfp4; or one for each kv head
     scales        where they lie beside the rows (nvfp4, mxfp4, mla-584, ...): as data, the last axis the bytes of a token;
                   of formats with a scale in one byte they may have any strides
+    biases        of MLX: as scales, with their strides
 
     Latents have one kv head, and one object is keys and values.
     """
 
     def __init__(self, format: str, data: Tensor, *, order: str = "NHD", tensor_scale: Union[float, Sequence[float]] = 1.0,
-                 scales: Optional[Tensor] = None) -> None:
+                 scales: Optional[Tensor] = None, biases: Optional[Tensor] = None) -> None:
         if order not in _ORDERS:
             raise ArgumentError(f'kvq: order is {order!r}, neither "NHD" nor "HND"')
         tokens, heads = _ORDERS[order]
         self._format = Handle(_format_of(format, tensor_scale), library.kvq_format_free)
-        self._held = (data, scales)
+        self._held = (data, scales, biases)
         self._c = _abi.kvq_rows(format=self._format.address)
-        for name, x in (("data", data), ("scales", scales)):
+        for name, x in (("data", data), ("scales", scales), ("biases", biases)):
             if x is None:
                 continue
             if not is_torch(x) and not hasattr(x, "shape"):
@@ -56,8 +57,16 @@ class Rows:
             if len(x.shape) != 4 or (x.element_size() if is_torch(x) else getattr(x, "itemsize", 1)) != 1:
                 raise ArgumentError(f"kvq: {name} is {x.dtype} {list(x.shape)}, not bytes with four axes, {order} in blocks")
             address, strides = _memory(x, name, False)
-            prefix = "" if name == "data" else "scale_"
             setattr(self._c, name, address)
+            if name == "biases":
+                same = (self._c.scale_block_stride, self._c.scale_token_stride, self._c.scale_head_stride)
+                if scales is None or x.shape != scales.shape or (strides[0], strides[tokens], strides[heads]) != same:
+                    beside = "no scales" if scales is None else f"scales {list(scales.shape)} with other strides"
+                    raise ArgumentError(f"kvq: biases have shape {list(x.shape)}, beside {beside}; both must be laid out alike")
+                if x.shape[3] > 1 and strides[3] != 1:
+                    raise ArgumentError(f"kvq: biases have strides {list(strides)}; those of a token must be contiguous")
+                continue
+            prefix = "" if name == "data" else "scale_"
             setattr(self._c, prefix + "token_stride", strides[tokens])
             setattr(self._c, prefix + "head_stride", strides[heads])
             setattr(self._c, prefix + "block_stride", strides[0])
@@ -70,15 +79,15 @@ class Rows:
             elif x.shape[3] > 1 and strides[3] != 1:
                 raise ArgumentError(f"kvq: data has strides {list(strides)}; the bytes of a row must be contiguous")
         self.blocks, self.block_tokens, self.kv_heads = data.shape[0], data.shape[tokens], data.shape[heads]
-        self._row = (data.shape[3], 0 if scales is None else scales.shape[3])
+        self._row = tuple(0 if x is None else x.shape[3] for x in self._held)
 
     def _expect_channels(self, dim: int, name: str) -> None:
         row, beside, biases = (ctypes.c_int32() for _ in range(3))
         library.kvq_format_row_bytes(self._format, dim, ctypes.byref(row), ctypes.byref(beside), ctypes.byref(biases))
-        given = 0 if self._c.scales is None else self._row[1]
-        if self._row != (row.value, beside.value):
-            raise ArgumentError(f"kvq: {name} have {self._row[0]} bytes and {given} of scales a token and head, but {dim} "
-                                f"channels take {row.value} and {beside.value}")
+        if self._row != (row.value, beside.value, biases.value):
+            given, scales, of_biases = self._row
+            raise ArgumentError(f"kvq: {name} have {given} bytes, {scales} of scales and {of_biases} of biases a token and head, "
+                                f"but {dim} channels take {row.value}, {beside.value} and {biases.value}")
 
 
 def attend_rows(keys: Rows, values: Rows, q: Tensor, *, tokens: int, block_table: Optional[Iterable[int]] = None,

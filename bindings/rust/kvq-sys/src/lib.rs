@@ -403,6 +403,7 @@ pub struct kvq_rows {
     pub scale_head_stride: isize,
     pub scale_block_stride: isize,
     pub scale_group_stride: isize,
+    pub biases: *const c_void,
 }
 
 #[repr(C)]

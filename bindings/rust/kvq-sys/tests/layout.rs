@@ -59,7 +59,7 @@ fn layouts() {
         byte_budget, bytes_in_use, pages_in_use, bytes_held);
     layout!(lines, kvq_attend_options: size, mods, executor, workspace, lse);
     layout!(lines, kvq_rows: format, data, token_stride, head_stride, block_stride, scales, scale_token_stride,
-        scale_head_stride, scale_block_stride, scale_group_stride);
+        scale_head_stride, scale_block_stride, scale_group_stride, biases);
     layout!(lines, kvq_row_blocks: table, blocks, block_tokens, memory_blocks, tokens, kv_heads);
     layout!(lines, kvq_usage: size, quantized, window, slack, rollback, bookkeeping, workspace, bytes, not_finite,
         tokens, reserved, repacked, state);

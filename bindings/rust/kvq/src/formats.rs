@@ -167,11 +167,11 @@ impl Format {
     pub(crate) fn raw(&self) -> *const sys::kvq_format {
         self.handle.raw()
     }
-    /// Of a token and head in the bytes of another system: in its row, and of scales that lie beside it.
-    pub(crate) fn row_bytes(&self, dim: i32) -> Result<[usize; 2]> {
-        let (mut row, mut scales) = (0, 0);
-        check(unsafe { sys::kvq_format_row_bytes(self.handle.raw(), dim, &mut row, &mut scales, ptr::null_mut()) })?;
-        Ok([row as usize, scales as usize])
+    /// Of a token and head in the bytes of another system: in its row, and of scales and biases that lie beside it.
+    pub(crate) fn row_bytes(&self, dim: i32) -> Result<[usize; 3]> {
+        let (mut row, mut scales, mut biases) = (0, 0, 0);
+        check(unsafe { sys::kvq_format_row_bytes(self.handle.raw(), dim, &mut row, &mut scales, &mut biases) })?;
+        Ok([row as usize, scales as usize, biases as usize])
     }
     /// Describes it for blocks of tokens x dim values.
     pub fn describe(&self, tokens: usize, dim: usize) -> Result<FormatDescription> {

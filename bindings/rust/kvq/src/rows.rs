@@ -15,7 +15,7 @@ pub struct Rows<'a> {
     format: Format,
     c: sys::kvq_rows,
     shape: [usize; 3],
-    row: [usize; 2], // bytes, and those of scales that lie beside them
+    row: [usize; 3], // bytes, and those of scales and of biases that lie beside them
     of: PhantomData<&'a [u8]>,
 }
 
@@ -23,7 +23,7 @@ impl<'a> Rows<'a> {
     /// format: of rows in the bytes of another system: "fp8", "nvfp4", "q8_0", ... shape: blocks, tokens of a block, kv heads.
     /// tensor_scale: by which numbers were divided (fp8, nvfp4), or 1. An error if the bytes are no whole rows.
     pub fn new(format: &str, data: &'a [u8], shape: [usize; 3], tensor_scale: f32) -> Result<Self> {
-        Self::made(format, data, None, shape, tensor_scale)
+        Self::made(format, data, [None; 2], shape, tensor_scale)
     }
     /// The same where scales lie beside the rows (nvfp4, mxfp4, mla-584, ...), [blocks][block_tokens][kv_heads][scales of a row].
     pub fn with_scales(
@@ -33,12 +33,22 @@ impl<'a> Rows<'a> {
         shape: [usize; 3],
         tensor_scale: f32,
     ) -> Result<Self> {
-        Self::made(format, data, Some(scales), shape, tensor_scale)
+        Self::made(format, data, [Some(scales), None], shape, tensor_scale)
+    }
+    /// Of MLX, whose biases lie as its scales do.
+    pub fn with_biases(
+        format: &str,
+        data: &'a [u8],
+        scales: &'a [u8],
+        biases: &'a [u8],
+        shape: [usize; 3],
+    ) -> Result<Self> {
+        Self::made(format, data, [Some(scales), Some(biases)], shape, 1.0)
     }
     fn made(
         format: &str,
         data: &'a [u8],
-        scales: Option<&'a [u8]>,
+        beside: [Option<&'a [u8]>; 2],
         shape: [usize; 3],
         tensor_scale: f32,
     ) -> Result<Self> {
@@ -62,9 +72,17 @@ impl<'a> Rows<'a> {
         };
         let row = [
             bytes_of(data, "data")?,
-            scales.map_or(Ok(0), |s| bytes_of(s, "scales"))?,
+            beside[0].map_or(Ok(0), |s| bytes_of(s, "scales"))?,
+            beside[1].map_or(Ok(0), |b| bytes_of(b, "biases"))?,
         ];
+        if row[2] > 0 && row[2] != row[1] {
+            return Err(Error::argument(format!(
+                "a token and head has {} bytes of scales and {} of biases; both must be laid out alike",
+                row[1], row[2]
+            )));
+        }
         let format = Format::find_rows(format, tensor_scale)?;
+        let address = |x: Option<&'a [u8]>| x.map_or(ptr::null(), |s| s.as_ptr() as *const c_void);
         let stride = |of: usize, n: usize| (of * n) as isize; // at most the length of the slice
         let c = sys::kvq_rows {
             format: format.raw(),
@@ -72,11 +90,12 @@ impl<'a> Rows<'a> {
             token_stride: stride(row[0], heads),
             head_stride: stride(row[0], 1),
             block_stride: stride(row[0], heads * tokens),
-            scales: scales.map_or(ptr::null(), |s| s.as_ptr() as *const c_void),
+            scales: address(beside[0]),
             scale_token_stride: stride(row[1], heads),
             scale_head_stride: stride(row[1], 1),
             scale_block_stride: stride(row[1], heads * tokens),
             scale_group_stride: 0,
+            biases: address(beside[1]),
         };
         Ok(Rows {
             format,
@@ -92,8 +111,8 @@ impl<'a> Rows<'a> {
             return Ok(());
         }
         Err(Error::argument(format!(
-            "{} have {} bytes and {} of scales a token and head, but {} channels take {} and {}",
-            name, self.row[0], self.row[1], dim, row[0], row[1]
+            "{} have {} bytes, {} of scales and {} of biases a token and head, but {} channels take {}, {} and {}",
+            name, self.row[0], self.row[1], self.row[2], dim, row[0], row[1], row[2]
         )))
     }
 }

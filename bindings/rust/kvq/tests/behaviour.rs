@@ -1055,7 +1055,7 @@ fn rows_of_another_system() {
     refused(
         attend(20, None, 16),
         Status::Argument,
-        "keys have 32 bytes and 0 of scales a token and head, but 16 channels take 16 and 0",
+        "keys have 32 bytes, 0 of scales and 0 of biases a token and head, but 16 channels take 16, 0 and 0",
     );
     assert!(out.iter().all(|x| (x - 0.5).abs() < 1e-6));
     refused(
@@ -1078,4 +1078,26 @@ fn rows_of_another_system() {
     )
     .unwrap();
     assert!(out.iter().all(|x| *x == 0.0));
+    // MLX: 2-bit codes 2 of scale 0.5 and bias 0.25, two groups of 64 channels.
+    let rows = blocks * tokens * KV;
+    let (codes, halves) = (vec![0xaau8; rows * 32], [0x00u8, 0x38].repeat(rows * 2));
+    let biases = [0x00u8, 0x34].repeat(rows * 2);
+    let of_mlx = Rows::with_biases("mlx-2-g64", &codes, &halves, &biases, shape).unwrap();
+    let (q, mut out) = (vec![0.5f32; Q * 128], vec![0f32; Q * 128]);
+    attend_rows(
+        &of_mlx,
+        &of_mlx,
+        24,
+        None,
+        &Tensor::new(&q, 1, Q, 128).unwrap(),
+        &mut TensorMut::new(&mut out, 1, Q, 128).unwrap(),
+        AttendOptions::default(),
+    )
+    .unwrap();
+    assert!(out.iter().all(|x| (x - 1.25).abs() < 1e-6));
+    refused(
+        Rows::with_biases("mlx-2-g64", &codes, &halves, &biases[..rows * 2], shape),
+        Status::Argument,
+        "4 bytes of scales and 2 of biases",
+    );
 }
