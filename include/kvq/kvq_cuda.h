@@ -92,8 +92,7 @@ typedef struct kvq_cuda_cache_options {
     int32_t fixed;           // 1: pools do not grow; 0: they do, in a begin, which then waits for the stream
     const kvq_statistics* statistics;     // NULL, or for all keys whose format takes them
     const kvq_cuda_allocator* allocator;  // NULL: cudaMalloc. Functions and `user` are kept
-    /// 1: attention takes kvq_cuda_attend_options.alibi_slopes, always. Prompts are steps of up to
-    /// step_tokens tokens.
+    /// 1: attention takes kvq_cuda_attend_options.alibi_slopes, always.
     int32_t alibi;
     /// Of layers of KVQ_LATENT, and of steps over keys that have moved, at most: memory for so many; 0: 128
     int32_t query_heads;

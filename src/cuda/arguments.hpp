@@ -149,14 +149,17 @@ inline cuda::list_options lists_of(const kvq_cuda_attend_options& o, int query_t
     lists.lse = o.lse;
     return lists;
 }
-/// What attention by append() and attend() needs for learned sinks, and for ALiBi.
-inline void expect_modifiers(const kvq_cuda_attend_options& o, bool alibi) {
-    expect(o.sink_logits == nullptr || o.lse != nullptr || has_lists(o), KVQ_ERROR_HANDLE,
-           "options.sink_logits needs options.lse, which is NULL");
+inline void expect_slopes(const kvq_cuda_attend_options& o, bool alibi) {
     expect(alibi || o.alibi_slopes == nullptr, KVQ_ERROR_ARGUMENT,
            "options.alibi_slopes needs a cache with kernels for them: kvq_cuda_cache_options.alibi");
     expect(!alibi || o.alibi_slopes != nullptr, KVQ_ERROR_HANDLE,
            "the cache has kernels with ALiBi, but options.alibi_slopes is NULL");
+}
+/// What attention by append() and attend() needs for learned sinks, and for ALiBi.
+inline void expect_modifiers(const kvq_cuda_attend_options& o, bool alibi) {
+    expect(o.sink_logits == nullptr || o.lse != nullptr || has_lists(o), KVQ_ERROR_HANDLE,
+           "options.sink_logits needs options.lse, which is NULL");
+    expect_slopes(o, alibi);
 }
 /// out: of the type of a window.
 inline void add_learned_sinks(const output_view& out, const kvq_cuda_attend_options& o, cudaStream_t stream) {

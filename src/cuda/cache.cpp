@@ -547,11 +547,13 @@ kvq_status kvq_cuda_cache_prefill(kvq_cuda_cache* cache, int32_t layer, const kv
         const device_call call(of);
         expect_queries(of, layer, queries, to);
         if (of.step.prompt) {
-            expect(!of.alibi && o.alibi_slopes == nullptr, KVQ_ERROR_UNSUPPORTED,
-                   "kernels of prompts know no ALiBi: take steps of up to step_tokens tokens");
+            expect_slopes(o, of.alibi);
             expect(o.ancestors == nullptr, KVQ_ERROR_ARGUMENT, "a prompt has no tree of drafted tokens");
-            return check(
-                of.cache.prefill(layer, keys, values, queries, to, prefill_of(o), stream_of(stream)));
+            const auto prompt = [&](const auto&... score) {
+                return check(of.cache.prefill(layer, keys, values, queries, to, prefill_of(o),
+                                              stream_of(stream), score...));
+            };
+            return of.alibi ? prompt(kvq::cuda::alibi{o.alibi_slopes}) : prompt();
         }
         expect_modifiers(o, of.alibi);
         const bool takes = of.cache.takes_tokens(layer);

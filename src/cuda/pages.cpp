@@ -287,7 +287,7 @@ kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cud
                "a prompt has no tree of drafted tokens and no ALiBi");
         const auto l = view_of_layer(of, given);
         check(of.functions->prefill(l, keys, values, queries, to, starts, most_new_tokens, prefill_of(o),
-                                    stream_of(stream)));
+                                    stream_of(stream), nullptr));
     });
 }
 }

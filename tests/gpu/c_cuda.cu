@@ -1150,7 +1150,7 @@ void several_widths() {
     OK(kvq_statistics_free(sums));
 }
 
-/// ALiBi, with learned sinks beside it: prompts are steps of several tokens. Keys and values of different
+/// ALiBi, with learned sinks beside it. Keys and values of different
 /// formats. Pages of the default size on both sides.
 void alibi() {
     kvq_cuda_cache_options o = device_options();
@@ -1182,12 +1182,14 @@ void alibi() {
     KVQ_INIT(b);
     b.mods = &mods;
     for (int i = 0; i < 5; ++i) c.step(40, -1, &a, &b);
+    c.prompt(0, 70, &a, &b);
     for (int i = 0; i < 4; ++i) c.step(1, -1, &a, &b);
     a.sink_logits = device_logits.get();
     a.lse = lse.get();
     mods.sink_logits = logits.data();
     mods.sink_heads = q_heads;
     for (int i = 0; i < 4; ++i) c.step(1, -1, &a, &b);
+    c.prompt(1, 30, &a, &b);
     for (const int row : {0, 1}) c.same_bytes(row, "ALiBi");
     kvq_cuda_cache_info info;
     KVQ_INIT(info);
@@ -1202,10 +1204,7 @@ void alibi() {
             "sink_logits needs options.lse");
     REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &k, &v, &q, &out, nullptr, c.stream), KVQ_ERROR_HANDLE,
             "alibi_slopes is NULL");
-    OK(kvq_cuda_cache_begin_prompt(c.gpu, c.rows[0], 2, c.stream));
     a.sink_logits = nullptr;
-    REFUSED(kvq_cuda_cache_prefill(c.gpu, 0, &k, &v, &q, &out, &a, c.stream), KVQ_ERROR_UNSUPPORTED,
-            "take steps of up to step_tokens");
     both plain;
     plain.add();
     OK(kvq_cuda_cache_begin_step(plain.gpu, plain.rows.data(), 1, 1, plain.stream));

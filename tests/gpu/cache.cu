@@ -299,10 +299,12 @@ bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count,
 }
 
 /// A prompt that has begun with its queries, against the CPU's prefill, whose outputs are floats. keys,
-/// values: what write() gave.
+/// values: what write() gave. slopes: of ALiBi, or none; on_device: the same.
 [[maybe_unused]] void prefill(test::rng& r, both_caches& c, pair& p, int n, const std::vector<float16>& keys,
                               const std::vector<float16>& values, int window, bool keeps_sinks,
-                              const char* name, int step) {
+                              const char* name, int step,
+                              const std::vector<float>& slopes = std::vector<float>(q_heads, 0.0f),
+                              const float* on_device = nullptr) {
     std::vector<float16> x(static_cast<std::size_t>(n) * q_heads * dim);
     for (float16& y : x) y = float16(test::normal(r));
     c.q.upload(x);
@@ -311,22 +313,26 @@ bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int count,
         const int h = c.heads_of(layer), w = c.window_of(layer).chunked || c.is_cross(layer) ? 0 : window;
         c.out.poison();
         const int own = c.takes_tokens(layer) ? n : 0;
-        const cuda::status s = c.gpu.prefill(layer, c.rows(c.k, layer, own), c.rows(c.v, layer, own),
-                                             token_view<const float16>(c.q.get(), n, q_heads, dim),
-                                             token_view<float16>(c.out.get(), n, q_heads, dim),
-                                             {.window = w, .window_sinks = keeps_sinks}, c.stream);
+        const auto attend = [&](const auto&... score) {
+            return c.gpu.prefill(layer, c.rows(c.k, layer, own), c.rows(c.v, layer, own),
+                                 token_view<const float16>(c.q.get(), n, q_heads, dim),
+                                 token_view<float16>(c.out.get(), n, q_heads, dim),
+                                 {.window = w, .window_sinks = keeps_sinks}, c.stream, score...);
+        };
+        const cuda::status s = on_device == nullptr ? attend() : attend(cuda::alibi{on_device});
         CHECK(s, "%s, step %d: %s", name, step, s.message);
         CUDA_OK(cudaStreamSynchronize(c.stream));
         const auto got = c.out.download();
         std::vector<float> want(x.size());
         const std::size_t at = static_cast<std::size_t>(layer * c.room) * heads * dim;
         workspace space;
-        p.host.prefill(layer, token_view<const float16>(&keys[at], own, h, dim),
-                       token_view<const float16>(&values[at], own, h, dim),
-                       token_view<const float16>(x.data(), n, q_heads, dim),
-                       token_view<float>(want.data(), n, q_heads, dim),
-                       sink_window{w > 0 ? w : 1 << 24, keeps_sinks ? c.o.sinks : 0}, serial_executor{},
-                       space);
+        p.host.prefill(
+            layer, token_view<const float16>(&keys[at], own, h, dim),
+            token_view<const float16>(&values[at], own, h, dim),
+            token_view<const float16>(x.data(), n, q_heads, dim),
+            token_view<float>(want.data(), n, q_heads, dim),
+            kvq::mods{kvq::alibi{slopes}, sink_window{w > 0 ? w : 1 << 24, keeps_sinks ? c.o.sinks : 0}},
+            serial_executor{}, space);
         for (std::size_t row = 0; row < static_cast<std::size_t>(n) * q_heads; ++row) {
             double error = 0.0, size = 0.0;
             for (std::size_t d = row * dim; d < (row + 1) * dim; ++d) {
@@ -2555,6 +2561,7 @@ void check_alibi() {
     double worst = 0.0;
     const auto attend = [&](int window) {
         const cuda::sequence_id batch[] = {id};
+        c.q.upload(x);
         ok(c.gpu.begin_step(batch, 0, c.stream));
         ok(c.gpu.attend(0, q, out, {.window = window}, c.stream, cuda::alibi{on_device.get()}));
         CUDA_OK(cudaStreamSynchronize(c.stream));
@@ -2571,9 +2578,9 @@ void check_alibi() {
         host.trim(n);
         attend(0);
         ok(c.gpu.begin_prompt(id, 99, c.stream));
-        for (int layer = 0; layer < layers; ++layer)
-            ok(c.gpu.append(layer, c.rows(c.k, layer, 99), c.rows(c.v, layer, 99), c.stream));
-        c.appended(host, keys, values, 0, 99);
+        pair p{id, std::move(host)};
+        prefill(r, c, p, 99, keys, values, n == 91 ? 120 : 0, false, "ALiBi", n, slopes, on_device.get());
+        host = std::move(p.host);
         attend(0);
         attend(113);
         attend(186);

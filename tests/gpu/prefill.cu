@@ -37,9 +37,21 @@ bool held(const test::quantized_batch<Format>& b, std::size_t sequence, int toke
                    static_cast<std::size_t>(token / Format::page_tokens)] >= 0;
 }
 
+/// A score modifier: slopes of heads, some keys hidden, a logit for each sum.
+struct own_score {
+    KVQ_HD float score(float s, int head, int query, int key) const {
+        return key % 7 == 3 && query % 2 == 0
+                   ? -INFINITY
+                   : s - 0.01f * static_cast<float>(head + 1) * static_cast<float>(query - key);
+    }
+    KVQ_HD float sink_logit(int head) const { return 0.5f * static_cast<float>(head) - 1.0f; }
+};
+
 /// Second: pages of another format among those of the first one.
-template <class T, class Quantized, class Window, class Sinks, class Second = Quantized>
+template <class T, class Quantized, class Window, class Sinks, class Second = Quantized,
+          class Score = cuda::unmodified>
 void check_prefill(test::rng& r, const prefill_case& c, const char* name, double* worst) {
+    constexpr bool scored = cuda::detail::has_score<Score>;
     constexpr int dim = Quantized::head_dim, page = Quantized::page_tokens;
     const std::size_t sequences = c.lengths.size();
     std::vector<int> sinks, behind, quantized, starts = {0};
@@ -129,7 +141,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
             token_view<T>(rows(to, q_heads), n, q_heads, dim), starts_device.get(),
             *std::max_element(c.new_tokens.begin() + static_cast<std::ptrdiff_t>(first),
                               c.new_tokens.begin() + static_cast<std::ptrdiff_t>(first + count)),
-            options, nullptr);
+            options, nullptr, Score{});
         CHECK(status, "%s: %s", name, status.message);
         CUDA_OK(cudaDeviceSynchronize());
     };
@@ -177,7 +189,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
                 mixed(one), {k_device.get() + first * c.kv_heads * dim, keys, c.kv_heads, dim},
                 {v_device.get() + first * c.kv_heads * dim, keys, c.kv_heads, dim},
                 {q_device.get() + (first + lead) * q_heads * dim, count, q_heads, dim},
-                token_view<T>(to, count, q_heads, dim), nullptr, count, options, nullptr);
+                token_view<T>(to, count, q_heads, dim), nullptr, count, options, nullptr, Score{});
             CHECK(status, "%s: %s", name, status.message);
             CUDA_OK(cudaDeviceSynchronize());
             return states.download();
@@ -199,7 +211,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
             off += std::abs(have - want) <= 0x1p-8 * std::abs(want) + 1e-7 ? 0 : 1;
         }
         CHECK(off == 0, "%s: %zu of %zu outputs are not those of their states", name, off, size);
-        if (c.window > 0) continue;  // it counts from the query's place
+        if (c.window > 0 || scored) continue;  // they count from the query's place
         state = part(n, -n, nullptr);
         CHECK(state == part(0, 0, nullptr), "%s: new tokens that are not seen change states", name);
         if (c.lengths[b] == 0 && !c.logits)
@@ -270,19 +282,24 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
                     // (2^-11)^2 / 12 each.
                     rounding.push_back(0x1p-11 * std::sqrt(squares / dim / 6.0));
                     if (c.softcap > 0.0f) s = c.softcap * std::tanh(s / c.softcap);
+                    if constexpr (scored)
+                        s = static_cast<double>(Score{}.score(static_cast<float>(s), h, position, t));
                     scores.push_back(s);
                     values.push_back(value);
                     top = std::max(top, s);
                 }
                 double moved = 0.0;
-                if (c.logits) top = std::max(top, static_cast<double>(logits[static_cast<std::size_t>(h)]));
+                std::vector<double> sink_logits;
+                if (c.logits) sink_logits.push_back(static_cast<double>(logits[static_cast<std::size_t>(h)]));
+                if constexpr (scored) sink_logits.push_back(static_cast<double>(Score{}.sink_logit(h)));
+                for (const double x : sink_logits) top = std::max(top, x);
                 for (std::size_t t = 0; t < scores.size(); ++t) {
                     const double p = std::exp(scores[t] - top);
                     sum += p;
                     moved = std::max(moved, p * rounding[t]);
                     for (std::size_t d = 0; d < dim; ++d) sums[d] += p * static_cast<double>(values[t][d]);
                 }
-                if (c.logits) sum += std::exp(static_cast<double>(logits[static_cast<std::size_t>(h)]) - top);
+                for (const double x : sink_logits) sum += std::exp(x - top);
                 for (std::size_t d = 0; d < dim; ++d) {
                     const double want = sums[d] / sum,
                                  have = static_cast<double>(static_cast<float>(got[row + d]));
@@ -308,7 +325,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
 }
 
 /// `few`: what else differs is the same as for other formats.
-template <class Quantized, class T, class Second = Quantized>
+template <class Quantized, class T, class Second = Quantized, class Score = cuda::unmodified>
 void check_format(const char* name, bool few = false) {
     constexpr int page = Quantized::page_tokens, dim = Quantized::head_dim;
     using window = cuda::block_pair<full<float16>, full<float16>, dim, page>;
@@ -317,7 +334,7 @@ void check_format(const char* name, bool few = false) {
     test::rng r(seed);
     double worst = 0.0;
     const auto check = [&](const prefill_case& c) {
-        check_prefill<T, Quantized, window, sinks, Second>(r, c, name, &worst);
+        check_prefill<T, Quantized, window, sinks, Second, Score>(r, c, name, &worst);
     };
     check({.lengths = {0, 700, 132 + page, 131 + page, 3}, .new_tokens = {150, 40, 1, 0, 33}});
     // Numbers of 4 bits have scales that 64 times as large are no half floats.
@@ -474,6 +491,8 @@ int main() {
                  bfloat16>("8, 5, 2 and 0 bits, groups of 32, head_dim 96", few);
 #endif
 #if !defined(PART) || PART == 1
+    check_format<cuda::kivi_pair<4, 64, 128, 64>, float16, cuda::kivi_pair<4, 64, 128, 64>, own_score>(
+        "a score modifier");
     check_format<cuda::kivi_pair<2, 32, 64, 32>, float16>("kivi-2-g32, head_dim 64");
     check_format<cuda::block_pair<affine<3, per_token<32>>, affine<5, per_channel<>>, 128, 96>, float16>(
         "3 and 5 bits");

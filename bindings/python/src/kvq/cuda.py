@@ -201,7 +201,7 @@ class Cache(Handle):
     statistics      as of kvq.Cache: "own", "shared", None, or a kvq.Statistics for all keys whose format takes them
     statistics_tokens
                     first tokens of which a plan is made, 16 bit until then; None: 512
-    alibi           attention takes alibi_slopes, always; prompts are steps of up to step_tokens tokens
+    alibi           attention takes alibi_slopes, always
 
     Memory is cudaMalloc's; where there is none, torch gives back what it holds but does not use.
     """

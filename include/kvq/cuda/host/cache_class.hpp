@@ -118,8 +118,13 @@ public:
     /// begin_prompt(). q, out: [new_tokens][q_heads][head_dim]. The tokens of a layer that others share wait
     /// until the last of these had its prefill(), with k and v of 0 tokens, or for the next begin: they see
     /// what this layer saw. Of latents v has 0 tokens, and the tokens go through scratch memory as well.
+    template <class Score = unmodified>
     status prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
-                   const output_view& out, prefill_options options, cudaStream_t stream);
+                   const output_view& out, prefill_options options, cudaStream_t stream,
+                   const Score& score = {}) {
+        if (status s = check_score(layer, detail::score_mark::of<Score>(), true); !s) return s;
+        return prefill_prompt(layer, k, v, q, out, options, stream, &score);
+    }
     /// prefill() of any queries, without the append: k and v are the first new tokens of begin_prompt(), any
     /// number of them, or none, then also after a begin_step() of one sequence. options.lead says which of
     /// them a query sees. Before append().
@@ -265,11 +270,7 @@ public:
     usage_report usage() const;
     /// Part of usage().workspace: one layer of the longest prompt so far in 16 bit, its slots, and its tokens
     /// in layers that others share.
-    std::size_t prompt_bytes() const noexcept {
-        std::size_t sum = staging_.bytes();
-        for (const chunk& c : chunks_) sum += c.keys.bytes() + c.values.bytes();
-        return sum;
-    }
+    std::size_t prompt_bytes() const noexcept;
     /// Bytes of all pages that sequences hold, each counted once, and of these and the free ones.
     std::size_t bytes_in_use() const noexcept;
     std::size_t bytes_held() const noexcept;
@@ -351,10 +352,7 @@ private:
             return detail::bad_value("%s: it has no values to attend to", describe(layer).c_str());
         if (g.format.latent)
             if (status s = check_latents(layer, step_.rows, q.heads, options); !s) return s;
-        if (g.format.functions->score != detail::score_mark::of<Score>())
-            return detail::bad_value(
-                "the cache was opened with kernels for another score modifier: add make_scored_format<its "
-                "type, ...>()");
+        if (status s = check_score(layer, detail::score_mark::of<Score>(), false); !s) return s;
         if (status s = check_waiting(layer); !s) return s;
         const int of_step = step_.prompt ? 0 : common::larger(step_.new_tokens, step_.draft);
         if (!g.holds_queries(options.query_tokens, of_step))
@@ -432,8 +430,13 @@ private:
     status ensure_query_runs(int layer, int tokens, int q_heads, cudaStream_t stream);
     status attend_runs(int layer, const query_view& q, const output_view& out,
                        const attention_options& options, cudaStream_t stream, const void* score);
+    status check_score(int layer, detail::score_mark score, bool prompt) const;
+    status prefill_prompt(int layer, const input_view& k, const input_view& v, const query_view& q,
+                          const output_view& out, prefill_options options, cudaStream_t stream,
+                          const void* score);
     status prefill_runs(int layer, const input_view& k, const input_view& v, const query_view& q,
-                        const output_view& out, const prefill_options& options, cudaStream_t stream);
+                        const output_view& out, const prefill_options& options, cudaStream_t stream,
+                        const void* score);
     status append_prompt(int layer, const input_view& k, const input_view& v, cudaStream_t stream);
     bool lacks_page(sequence_id id, std::size_t group, int n) const noexcept;
     status check_options(const cache_options& options) const;
@@ -506,11 +509,7 @@ private:
     void write_states(std::span<const sequence_id> batch, int new_tokens, bool prompt,
                       detail::word_writer& to);
     /// Groups whose layers take steps. Those with cross attention stand behind them.
-    std::size_t step_groups() const noexcept {
-        std::size_t n = groups_.size();
-        while (n > 0 && !groups_[n - 1].takes_steps()) --n;
-        return n;
-    }
+    std::size_t step_groups() const noexcept;
     bool is_cross(int layer) const noexcept {
         return layers_[static_cast<std::size_t>(layer)].kind == layer_kind::cross;
     }

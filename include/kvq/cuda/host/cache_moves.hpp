@@ -474,9 +474,13 @@ inline status cache::attend_runs(int layer, const query_view& q, const output_vi
 
 /// The history of every run, and the new tokens with the first one.
 inline status cache::prefill_runs(int layer, const input_view& k, const input_view& v, const query_view& q,
-                                  const output_view& out, const prefill_options& options,
-                                  cudaStream_t stream) {
+                                  const output_view& out, const prefill_options& options, cudaStream_t stream,
+                                  const void* score) {
     const detail::layer_group& g = group_of(layer);
+    if (g.format.functions->has_sinks && g.format.functions->has_score)
+        return detail::bad_value(
+            "%s: keys have moved, and every launch would count the score modifier's sinks",
+            describe(layer).c_str());
     const std::size_t rows = static_cast<std::size_t>(q.tokens) * static_cast<std::size_t>(q.heads),
                       states = rows * static_cast<std::size_t>(g.shape.dim(tensor::value) + 2),
                       query_bytes =
@@ -500,7 +504,7 @@ inline status cache::prefill_runs(int layer, const input_view& k, const input_vi
         if (status s = turn_query(layer, r, turned, q.tokens, stream); !s) return s;
         if (status s = g.format.functions->prefill(
                 g.view_before_prompt(member_of(layer), r), keys, values, turned, nowhere,
-                r == 0 ? g.words + g.prompt_at() + 2 : nullptr, step_.new_tokens, o, stream);
+                r == 0 ? g.words + g.prompt_at() + 2 : nullptr, step_.new_tokens, o, stream, score);
             !s)
             return s;
         if (r == 0) continue;

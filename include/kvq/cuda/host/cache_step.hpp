@@ -293,6 +293,7 @@ inline status cache::append_and_attend(int layer, const input_view& k, const inp
 inline status cache::prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
                                   prefill_options options, cudaStream_t stream) {
     if (status s = check_layer(layer, {k.type, v.type, q.type}); !s) return s;
+    if (status s = check_score(layer, detail::score_mark::of<unmodified>(), true); !s) return s;
     if (is_shared(layer) || is_cross(layer) || keys_alone(layer) || shared_chunk(layer) != nullptr)
         return detail::bad_value(
             "%s: parts of prompts are not for layers that share keys and values, or have cross or latent "
@@ -310,11 +311,34 @@ inline status cache::prefill_part(int layer, const input_view& k, const input_vi
         return detail::bad_value("a part of a prompt behind keys that erase, shift or splice have moved");
     if (status s = g.add_window(options, member_of(layer)); !s) return s;
     return g.format.functions->prefill(step_.prompt ? g.view_before_prompt(member_of(layer)) : view(layer), k,
-                                       v, q, nowhere, nullptr, q.tokens, options, stream);
+                                       v, q, nowhere, nullptr, q.tokens, options, stream, nullptr);
 }
 
-inline status cache::prefill(int layer, const input_view& k, const input_view& v, const query_view& q,
-                             const output_view& out, prefill_options options, cudaStream_t stream) {
+inline std::size_t cache::prompt_bytes() const noexcept {
+    std::size_t sum = staging_.bytes();
+    for (const chunk& c : chunks_) sum += c.keys.bytes() + c.values.bytes();
+    return sum;
+}
+inline std::size_t cache::step_groups() const noexcept {
+    std::size_t n = groups_.size();
+    while (n > 0 && !groups_[n - 1].takes_steps()) --n;
+    return n;
+}
+
+/// Is it the modifier that the kernels were compiled for? Those of prompts take such that change scores.
+inline status cache::check_score(int layer, detail::score_mark score, bool prompt) const {
+    if (status s = check_keys(layer); !s) return s;
+    const detail::device_functions& f = *group_of(layer).format.functions;
+    if (score == (prompt && !f.has_score ? detail::score_mark::of<unmodified>() : f.score)) return {};
+    return detail::bad_value(
+        "the cache was opened with kernels for another score modifier: add make_scored_format<its "
+        "type, ...>()%s",
+        prompt ? "; prompts take learned sinks as sink_logits" : "");
+}
+
+inline status cache::prefill_prompt(int layer, const input_view& k, const input_view& v, const query_view& q,
+                                    const output_view& out, prefill_options options, cudaStream_t stream,
+                                    const void* score) {
     if (status s = check_layer(layer, {type_of(k, q), type_of(v, q), q.type, out.type}); !s) return s;
     if (!step_.prompt)
         return detail::bad_value("prefill is for the tokens of begin_prompt(): append, then attend");
@@ -336,7 +360,7 @@ inline status cache::prefill(int layer, const input_view& k, const input_view& v
     if (is_cross(layer)) {
         if (status s = g.add_window(options, member); !s) return s;
         return g.format.functions->prefill(view(layer), k, v, q, out, nullptr, step_.new_tokens, options,
-                                           stream);
+                                           stream, score);
     }
     chunk* const c = shared_chunk(layer);
     std::size_t reader = 0;
@@ -349,12 +373,12 @@ inline status cache::prefill(int layer, const input_view& k, const input_view& v
         if (status s = check_lacks(layer); !s) return s;
     if (keys_alone(layer)) return prefill_latents(layer, k, v, q, out, options, stream);
     if (status s = g.add_window(options, member); !s) return s;
-    if (status s =
-            runs_of(layer) > 1
-                ? prefill_runs(layer, own == 0 ? c->k : k, own == 0 ? c->v : v, q, out, options, stream)
-                : g.format.functions->prefill(g.view_before_prompt(member), own == 0 ? c->k : k,
-                                              own == 0 ? c->v : v, q, out, g.words + g.prompt_at() + 2,
-                                              step_.new_tokens, options, stream);
+    if (status s = runs_of(layer) > 1
+                       ? prefill_runs(layer, own == 0 ? c->k : k, own == 0 ? c->v : v, q, out, options,
+                                      stream, score)
+                       : g.format.functions->prefill(g.view_before_prompt(member), own == 0 ? c->k : k,
+                                                     own == 0 ? c->v : v, q, out, g.words + g.prompt_at() + 2,
+                                                     step_.new_tokens, options, stream, score);
         !s)
         return s;
     if (c == nullptr) return append_prompt(layer, k, v, stream);

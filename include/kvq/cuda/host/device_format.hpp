@@ -176,12 +176,13 @@ struct device_functions {
     /// Sequences as they are before their new tokens. starts: [sequences + 1], device memory.
     status (*prefill)(const layer_view&, const input_rows& k, const input_rows& v, const input_rows& q,
                       const output_rows& out, const int* starts, int new_tokens, const prefill_options&,
-                      cudaStream_t);
+                      cudaStream_t, const void* score);
     // Of sequences whose keys have moved (decode/moved_keys.cuh).
     status (*turn_rows)(const turn_args&, cudaStream_t) noexcept;
     status (*join_states)(const join_args&, cudaStream_t) noexcept;
     score_mark score;
-    bool has_sinks;        ///< that score modifier adds a logit to every sum
+    bool has_score;        ///< that score modifier changes scores, of prompts as well
+    bool has_sinks;        ///< and adds a logit to every sum
     const char* no_pages;  ///< why attend_pages() is not there; null: it is
     /// Of attend(). Where it does not depend on them, sequences do not count; q_heads are those of a kv head.
     std::size_t (*workspace_bytes)(int sequences, int q_heads, int query_tokens);

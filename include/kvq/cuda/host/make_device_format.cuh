@@ -270,7 +270,8 @@ struct device_table {
     }
     static status prefill(const layer_view& l, const input_rows& k, const input_rows& v, const input_rows& q,
                           const output_rows& out, const int* starts, int new_tokens,
-                          const prefill_options& options, cudaStream_t stream) {
+                          const prefill_options& options, cudaStream_t stream,
+                          [[maybe_unused]] const void* score) {
         constexpr const char* reason = [] {
             if constexpr (index)
                 return "an index has none";
@@ -279,10 +280,16 @@ struct device_table {
             else
                 return no_prefill<window_pair, Pairs...>;
         }();
-        if constexpr (reason == nullptr)
-            return cuda::prefill<T>(mix(l, numbers{}), k.as<const T>(), v.as<const T>(), q.as<const T>(),
-                                    out.as<T>(), starts, new_tokens, options, stream);
-        else
+        if constexpr (reason == nullptr) {
+            const auto launch = [&](const auto& with) {
+                return cuda::prefill<T>(mix(l, numbers{}), k.as<const T>(), v.as<const T>(), q.as<const T>(),
+                                        out.as<T>(), starts, new_tokens, options, stream, with);
+            };
+            if constexpr (has_score<Score>)
+                return launch(*static_cast<const Score*>(score));
+            else
+                return launch(unmodified{});
+        } else
             return bad_value("prefill has no kernels for the formats of this cache (%s): append, then attend",
                              reason);
     }
@@ -480,6 +487,7 @@ struct device_table {
                                                 &turn_rows<T>,
                                                 &join_states<T>,
                                                 score_mark::of<Score>(),
+                                                has_score<Score>,
                                                 has_sinks<Score>,
                                                 no_pages,
                                                 &workspace_bytes,

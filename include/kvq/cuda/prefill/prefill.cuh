@@ -54,6 +54,8 @@ inline constexpr bool turns_queries = false;
 template <class T, class... Parts>
 inline constexpr bool turns_queries<prefill_args<T, Parts...>> = (pair_turns<typename Parts::pair_type> ||
                                                                   ...);
+template <class Score, class Args>
+inline constexpr bool turns_queries<scored_args<Score, Args>> = turns_queries<Args>;
 /// Producers of wide tiles have no registers for plans of widths.
 template <int Dim, class Args>
 inline constexpr bool has_wgmma =
@@ -102,11 +104,11 @@ status launch_prefill(Launch, const Args& args, int query_rows, cudaStream_t str
 }
 
 /// Of parts as kernels read them.
-template <class T, class... Parts>
+template <class T, class Score, class... Parts>
 status prefill_mix(const mixed_cache_ref<Parts...>& history, const token_view<const T>& k,
                    const token_view<const T>& v, const token_view<const T>& q, const token_view<T>& out,
                    const int* starts, int most_new_tokens, const prefill_options& options,
-                   cudaStream_t stream) noexcept {
+                   cudaStream_t stream, [[maybe_unused]] const Score& score) noexcept {
     using first_pair = typename std::tuple_element_t<0, std::tuple<Parts...>>::pair_type;
     constexpr int dim = first_pair::head_dim;
     const auto& cache = get<0>(history.parts).cache;
@@ -167,15 +169,19 @@ status prefill_mix(const mixed_cache_ref<Parts...>& history, const token_view<co
                                    options.lse,
                                    cache_cuts,
                                    options.state_out,
-                                   options.lead};
+                                   options.lead,
+                                   has_score<Score>};
     const float scale = options.scale == 0.0f ? 1.0f / std::sqrt(static_cast<float>(dim)) : options.scale;
-    args.scale = options.softcap > 0.0f ? scale : scale * log2e;
-    const auto launch = [&]<bool Softcap>(std::bool_constant<Softcap>) {
+    args.scale = options.softcap > 0.0f || has_score<Score> ? scale : scale * log2e;
+    const auto launch = [&]<bool Softcap>(std::bool_constant<Softcap>, const auto& all) {
         return with_kernel(
-            prefill_launches<dim, Softcap, decltype(args)>{}, most_new_tokens * group,
-            [&](auto kernel) { return launch_prefill(kernel, args, most_new_tokens * group, stream); });
+            prefill_launches<dim, Softcap, std::remove_cvref_t<decltype(all)>>{}, most_new_tokens * group,
+            [&](auto kernel) { return launch_prefill(kernel, all, most_new_tokens * group, stream); });
     };
-    return options.softcap > 0.0f ? launch(std::true_type{}) : launch(std::false_type{});
+    if constexpr (has_score<Score>)
+        return launch(std::true_type{}, scored_args<Score, prefill_args<T, Parts...>>{args, score});
+    else
+        return options.softcap > 0.0f ? launch(std::true_type{}, args) : launch(std::false_type{}, args);
 }
 
 }  // namespace detail
@@ -184,13 +190,16 @@ status prefill_mix(const mixed_cache_ref<Parts...>& history, const token_view<co
 /// to starts[b + 1] - 1 are the new tokens of sequence b; T is float16, bfloat16 or float. starts: [sequences
 /// + 1], device memory. most_new_tokens: of one sequence. starts null: one sequence, whose queries are all
 /// rows of q and whose new tokens are all rows of k and v (options.lead). With options.state_out, out may be
-/// a null pointer. Complexity: q_heads * (new tokens) * (tokens before) * 4 * head_dim operations; every 256
-/// / group new tokens (128 / group of heads with 512 channels) read the cache once.
-template <class T, class... Parts>
+/// a null pointer. score: as of attend(); learned sinks alone are options.sink_logits. Complexity: q_heads *
+/// (new tokens) * (tokens before) * 4 * head_dim operations; every 256 / group new tokens (128 / group of
+/// heads with 512 channels) read the cache once.
+template <class T, class... Parts, class Score = unmodified>
 status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const T>& k,
                const token_view<const T>& v, const token_view<const T>& q, const token_view<T>& out,
-               const int* starts, int most_new_tokens, const prefill_options& options,
-               cudaStream_t stream) noexcept {
+               const int* starts, int most_new_tokens, const prefill_options& options, cudaStream_t stream,
+               const Score& score = {}) noexcept {
+    static_assert(std::is_same_v<Score, unmodified> || detail::has_score<Score>,
+                  "kvq::cuda::prefill: a score modifier has score(); sink_logits alone are an option");
     using first_pair = typename std::tuple_element_t<0, std::tuple<Parts...>>::pair_type;
     constexpr int dim = first_pair::head_dim;
     static_assert((detail::has_values<typename Parts::pair_type> && ...),
@@ -202,7 +211,7 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
         "kvq::cuda::prefill: no kernels for these pages (detail::no_prefill says why): other formats go "
         "through dequantize_tokens");
     return detail::prefill_mix<T>(detail::read_mix(history), k, v, q, out, starts, most_new_tokens, options,
-                                  stream);
+                                  stream, score);
 }
 
 /// The kernel that prefill() of this mixed_cache_ref takes on the current device, and why; or why it has

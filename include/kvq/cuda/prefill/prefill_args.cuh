@@ -32,6 +32,18 @@ template <class T, class... Parts>
 inline constexpr bool has_widths<prefill_args<T, Parts...>> =
     (codec<typename Parts::pair_type::keys>.several_widths() || ...);
 
+/// Arguments of kernels that change scores: `score` as in score_modifiers.cuh.
+template <class Score, class Args>
+struct scored_args : Args {
+    Score score;
+};
+template <class Score, class Args>
+inline constexpr bool has_widths<scored_args<Score, Args>> = has_widths<Args>;
+template <class Args>
+inline constexpr bool is_scored = requires(const Args& a) {
+    a.score;
+};
+
 /// Rows of a block, and what they see.
 struct prefill_block {
     int sequence, kv_head;
@@ -95,6 +107,7 @@ struct prefill_args {
     page_cuts cuts;
     float* state_out;
     int lead;
+    bool text_positions;  // scores depend on positions of the text, so on the shifts of pages
 
     /// Are all tokens of a part seen in spite of a window?
     template <class Part>
@@ -138,8 +151,8 @@ struct prefill_args {
     __device__ __forceinline__ bool hides_tokens(const prefill_block& block, int position, int tile) const {
         if (position >= block.cut_end) return false;
         const int lane = static_cast<int>(threadIdx.x) % 32;
-        return __any_sync(0xffffffffu,
-                          window.tokens > 0 || slice(block, position, lane, tile).tokens != 0xffffu);
+        return __any_sync(0xffffffffu, window.tokens > 0 || text_positions ||
+                                           slice(block, position, lane, tile).tokens != 0xffffu);
     }
     /// tile_note::cut of a tile. All lanes of a warp.
     __device__ __forceinline__ int cut(const prefill_block& block, int position, int count, int slices,

@@ -167,7 +167,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
             note.count -= group * own_tokens;
             note.slices >>= group * own_tokens / 16;
         }
-        mask_scores<Softcap>(a, block, note, position, t, s);
+        mask_scores<Softcap>(a, block, note, position, own_row, t, s);
         if constexpr (split) {
             float top[2], other[2];
 #pragma unroll

@@ -131,7 +131,7 @@ struct mma_rows {
             for (int r = 0; r < 2; ++r)
                 position[r] = block.history + a.newest_of_row(block.first_row + own_row + 16 * m + 8 * r);
             float factor[2];
-            mask_scores<Softcap>(a, block, note, position, lane % 4, s[m]);
+            mask_scores<Softcap>(a, block, note, position, own_row + 16 * m, lane % 4, s[m]);
             if (softmax_step(s[m], rows[m], factor, Softcap ? 1.0f : a.scale))
 #pragma unroll
                 for (int i = 0; i < own_channels / 2; ++i) o[m][i] *= factor[i / 2 % 2];

@@ -129,15 +129,21 @@ struct row_pair {
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};
 };
 
-/// Caps scores (they are then in powers of two already) and hides what the thread's rows at `position` do not
-/// see. All lanes of a warp.
+/// Caps or changes scores (Softcap: they are then in powers of two already) and hides what the thread's rows
+/// do not see: `row` of the block, 8 rows further, at `position`. All lanes of a warp.
 template <bool Softcap, int N, class Args>
 __device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& block, const tile_note& note,
-                                            const int (&position)[2], int t, float (&s)[N]) {
-    if constexpr (Softcap)
+                                            const int (&position)[2], [[maybe_unused]] int row, int t,
+                                            float (&s)[N]) {
+    if constexpr (is_scored<Args>) {
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+            s[i] = a.softcap > 0.0f ? capped(s[i] * a.scale, a.softcap) : s[i] * (a.scale * log2e);
+    } else if constexpr (Softcap) {
 #pragma unroll
         for (int i = 0; i < N; ++i) s[i] = capped(s[i] * a.scale, a.softcap);
-    if (note.cut == 0) return;
+    }
+    if (!is_scored<Args> && note.cut == 0) return;
     // A lane has what 16 tokens show: bit i for token i.
     const auto bits_below = [](int n) {
         return (1u << kvq::detail::larger(kvq::detail::smaller(n, 16), 0)) - 1u;
@@ -145,6 +151,22 @@ __device__ __forceinline__ void mask_scores(const Args& a, const prefill_block& 
     const int lane = static_cast<int>(threadIdx.x) % 32;
     typename Args::shown_slice own;
     if ((note.cut & 4) != 0) own = a.slice(block, note.position, lane, 2 * N);
+    if constexpr (is_scored<Args>) {
+        const int skipped = cut_of(a.cuts, block.sequence).skipped;
+#pragma unroll
+        for (int slice = 0; slice < N / 8; ++slice) {
+            const int key = note.position + 16 * slice + __shfl_sync(0xffffffffu, own.shift, slice) - skipped;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const int r = i / 2 % 2,
+                          head = block.kv_head * a.group + (block.first_row + row + 8 * r) % a.group;
+                float& x = s[8 * slice + i];
+                x = log2e * a.score.score(x * (1.0f / log2e), head, position[r] - skipped,
+                                          key + i / 4 * 8 + i % 2 + 2 * t);
+            }
+        }
+        if (note.cut == 0) return;
+    }
     own.tokens = (note.slices >> lane & 1) == 0 ? 0u : own.tokens & bits_below(note.count - 16 * lane);
     int begin[2];
 #pragma unroll
@@ -250,12 +272,16 @@ template <int Dim, int Channels, class Args, class Output>
 __device__ __forceinline__ void finish_row(const Args& a, int token, int head, float max, float sum,
                                            Output&& output, int t, int first) {
     float factor = 1.0f;
-    if (a.sink_logits != nullptr) {
-        const float sink = sink_score(__ldg(a.sink_logits + head)), top = fmaxf(max, sink);
-        factor = exp2_fast(max - top);
-        sum = sum * factor + exp2_fast(sink - top);
+    const auto add_sink_of = [&](float logit) {
+        const float sink = sink_score(logit), top = fmaxf(max, sink), f = exp2_fast(max - top);
+        sum = sum * f + exp2_fast(sink - top);
+        factor *= f;
         max = top;
-    }
+    };
+    if (a.sink_logits != nullptr) add_sink_of(__ldg(a.sink_logits + head));
+    if constexpr (is_scored<Args>)
+        if constexpr (has_sinks<std::remove_cvref_t<decltype(a.score)>>)
+            add_sink_of(a.score.sink_logit(head));
     const std::size_t number = static_cast<std::size_t>(token) * static_cast<std::size_t>(a.q.heads) +
                                static_cast<std::size_t>(head);
     if (a.state_out != nullptr) {
