@@ -192,6 +192,10 @@ measured run(const char* name, const shape& s, settings& set) {
     cache.sequences = s.batch;
     cache.table_columns = columns;
     cache.kv_heads = s.kv_heads;
+    if constexpr (cuda::detail::is_strided<Format>) {  // [token][head], as vLLM has them
+        const auto row = Format::key_block_bytes / static_cast<std::size_t>(Format::page_tokens);
+        cache.own_keys.memory = cache.own_values.memory = {row * static_cast<std::size_t>(s.kv_heads), row};
+    }
     cache.set_transform(tensor::key, 0);
     const std::size_t blocks = pages * static_cast<std::size_t>(s.kv_heads);
     bench::random_kernel<<<1056, 256>>>(reinterpret_cast<std::uint32_t*>(set.memory), pages * page_bytes / 4,
@@ -456,6 +460,7 @@ int main(int argc, char** argv) {
     for (const shape& s : shapes) {
         run<cuda::block_pair<full<float16>, full<float16>, 128, 64>>("fp16", s, set);
         run<rows<row_fp8>>("fp8", s, set);
+        run<cuda::strided_rows<rows<row_fp8, 16>>>("fp8 NHD, 16", s, set);
         run<rows<row_nvfp4>>("nvfp4", s, set);
         run<rows<row_mxfp8>>("mxfp8", s, set);
         run<rows<row_mxfp4>>("mxfp4", s, set);

@@ -44,8 +44,8 @@ void attend(const kvq::float16* q, kvq::float16* out, float* lse, int batch, int
 
 float bytes_of_others(float key_scale, float value_scale) {
     using fp8 = kvq::rows_of<kvq::row_layout_number("fp8")>;
-    kvq::cuda::cache_ref<kvq::cuda::block_pair<fp8, fp8, 128, 64>> cache;
-    cache.own_keys.scheme = fp8(key_scale);
+    kvq::cuda::cache_ref<kvq::cuda::strided_rows<kvq::cuda::block_pair<fp8, fp8, 128, 16>>> cache;
+    cache.own_keys = {fp8(key_scale), {.token_bytes = 8 * 128, .head_bytes = 128}};  // vLLM, 8 heads
     cache.own_values.scheme = fp8(value_scale);
     return cache.own_keys.scheme.tensor_scale();
 }

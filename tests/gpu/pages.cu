@@ -527,7 +527,7 @@ void check_convert_refusals(const cuda::cache_ref<From>& source, const cuda::cac
     refused("multiple of 16 bytes apart", source, to, workspace, bytes);
     to = target;
     to.key_page_bytes -= 16;
-    refused("are smaller than", source, to, workspace, bytes);
+    if constexpr (!cuda::detail::is_strided<To>) refused("are smaller than", source, to, workspace, bytes);
     to = target;
     to.table_columns = 0;
     refused("0 block table columns", source, to, workspace, bytes);
@@ -567,6 +567,22 @@ void check_convert(const char* name, int heads = 2) {
             f.table_columns = p.columns;
             f.kv_heads = heads;
             f.first_token = p.first_token;
+            if constexpr (cuda::detail::is_strided<P>) {  // dense pages, said by strides
+                const auto memory = [](std::byte* pages, int row, int scales, std::size_t block,
+                                       std::size_t page_bytes) {
+                    const std::size_t behind = static_cast<std::size_t>(P::page_tokens * row);
+                    return cuda::row_memory{static_cast<std::size_t>(row),         block,
+                                            scales > 0 ? pages + behind : nullptr, page_bytes,
+                                            static_cast<std::size_t>(scales),      block};
+                };
+                constexpr auto of_keys = P::keys::fixed_layout(), of_values = P::values::fixed_layout();
+                f.own_keys.memory =
+                    memory(k, of_keys.row_bytes(P::head_dim), of_keys.scales_behind(P::head_dim),
+                           P::key_block_bytes, f.key_page_bytes);
+                f.own_values.memory =
+                    memory(v, of_values.row_bytes(P::value_dim), of_values.scales_behind(P::value_dim),
+                           P::value_block_bytes, f.value_page_bytes);
+            }
             return f;
         };
         const std::size_t bytes = cuda::convert_workspace_bytes<T>(heads, turn);
@@ -647,6 +663,8 @@ int main() {
     check_convert<f<fp8, fp8, 64, 16>, cuda::kivi_pair<4, 32, 64, 64>>(
         "fp8, page 16 <-> kivi-4-g32, page 64");
     check_convert<f<nvfp4, nvfp4, 64, 64>, f<fp8, fp8, 64, 32>>("nvfp4, page 64 <-> fp8, page 32");
+    check_convert<cuda::strided_rows<f<nvfp4, fp8, 64, 32>>, cuda::strided_rows<f<fp8, nvfp4, 64, 16>>>(
+        "rows with strides");
     check_convert<f<q8_0, q8_0, 64, 32>, f<int8, int8, 64, 16>>("q8_0, page 32 <-> int8, page 16", 1);
     using mlx = records_of<record_layout_number("mlx-4-g64")>;
     using v4 = records_of<record_layout_number("nvfp4-v4")>;

@@ -100,6 +100,27 @@ void check_turned(const char* name) {
     }
 }
 
+/// Strides of other systems' rows that no kernel could read.
+void check_strides() {
+    using format = cuda::strided_rows<rows_pair<nvfp4_of_others, fp8, 128, 16>>;
+    test::rng r(5);
+    const test::device_batch<format> device(test::quantized_batch<format>(r, 2, {20}));
+    const auto refused = [&](const char* part, auto&& change) {
+        auto ref = device.ref;
+        change(ref);
+        const auto status = cuda::detail::check_ref(ref, true);
+        CHECK(!status && std::strstr(status.message, part) != nullptr, "\"%s\" is not in \"%s\"", part,
+              status.message);
+    };
+    CHECK(cuda::detail::check_ref(device.ref, true), "strides of a batch");
+    refused("64 bytes, but tokens are 48", [](auto& c) { c.own_keys.memory.token_bytes = 48; });
+    refused("multiples of 16", [](auto& c) { c.own_values.memory.head_bytes += 8; });
+    refused("rows of keys have 8 bytes of scales", [](auto& c) { c.own_keys.memory.scales = nullptr; });
+    refused("rows of values have 0 bytes of scales",
+            [](auto& c) { c.own_values.memory.scales = c.value_pages; });
+    refused("not multiples of 4", [](auto& c) { c.own_keys.memory.scale_token_bytes = 2; });
+}
+
 /// Rows of tokens: attention of warps, on a device as check_format.
 template <class Format>
 void check_rows(const char* name) {
@@ -165,10 +186,13 @@ int main() {
     check_dequantize<rows_pair<q5_1, nvfp4_of_others, 64, 48>>("rows: q5_1, nvfp4");
     check_rows<rows_pair<fp8, fp8, 128, 64>>("fp8");
     check_rows<rows_pair<nvfp4_of_others, nvfp4_of_others, 128, 64>>("nvfp4");
-    check_rows<rows_pair<mxfp8, mxfp4, 128, 128>>("mxfp8, mxfp4");
+    check_rows<rows_pair<mxfp8, mxfp4, 128, 256>>("mxfp8, mxfp4, page 256");
     check_rows<rows_pair<e5m2_rows, fp8, 80, 32>>("fp8-e5m2, fp8, dim 80");
     check_rows<rows_pair<mxfp4, mxfp8, 256, 16>>("mxfp4, mxfp8, dim 256");
     check_rows<rows_pair<nvfp4_of_others, e5m2_rows, 64, 16>>("nvfp4, fp8-e5m2, dim 64");
+    check_rows<cuda::strided_rows<rows_pair<nvfp4_of_others, fp8, 128, 16>>>("nvfp4, fp8, NHD with gaps");
+    check_turned<cuda::strided_rows<rows_pair<fp8, fp8, 64, 1>>, float16>("fp8, NHD, page 1");
+    check_strides();
 #endif
 #if !defined(PART) || PART == 3
     check_dequantize<cuda::preset_pair<mix4, 128>>("mix4");

@@ -421,6 +421,8 @@ struct device_batch {
     device_rotation<typename Format::values> value_rotation;
     kvq::cuda::cache_ref<Format> ref;
 
+    std::unique_ptr<device_buffer<std::byte>> placed[2][2];  // strided rows of K and V, their scales
+
     explicit device_batch(const quantized_batch<Format>& b)
         : keys(b.keys),
           values(b.values),
@@ -443,11 +445,57 @@ struct device_batch {
         }
         ref.key_page_bytes = kvq::cuda::cache_ref<Format>::dense_key_page(b.kv_heads);
         ref.value_page_bytes = kvq::cuda::cache_ref<Format>::dense_value_page(b.kv_heads);
+        if constexpr (kvq::cuda::detail::is_strided<Format>) {
+            place_rows<kvq::tensor::key>(b, b.keys, placed[0]);
+            place_rows<kvq::tensor::value>(b, b.values, placed[1]);
+        }
         ref.block_table = table.get();
         ref.tokens = lengths.get();
         ref.sequences = static_cast<int>(b.lengths.size());
         ref.table_columns = b.columns;
         ref.kv_heads = b.kv_heads;
+    }
+
+private:
+    /// As other systems have pages: [token][head] of rows that a gap follows, and room for the other tensor.
+    /// Scales: [page][head][token], or of values [page][token][head].
+    template <kvq::tensor Role>
+    void place_rows(const quantized_batch<Format>& b, const std::vector<std::byte>& dense,
+                    std::unique_ptr<device_buffer<std::byte>> (&to)[2]) {
+        using namespace kvq::cuda;
+        constexpr auto layout = detail::scheme_of<Role, Format>::fixed_layout();
+        constexpr int dim = detail::dim_of<Role, Format>, page = Format::page_tokens;
+        constexpr bool key = Role == kvq::tensor::key;
+        const auto heads = static_cast<std::size_t>(b.kv_heads), count = static_cast<std::size_t>(b.pages),
+                   row = static_cast<std::size_t>(layout.row_bytes(dim)),
+                   scale = static_cast<std::size_t>(layout.scales_behind(dim)), tokens = std::size_t{page},
+                   block = key ? Format::key_block_bytes : Format::value_block_bytes, gap = row + 16;
+        row_memory m{heads * gap, gap};
+        const std::size_t page_bytes = 2 * tokens * m.token_bytes;
+        std::vector<std::byte> rows(count * page_bytes, std::byte{0xff}),
+            of_rows(count * tokens * heads * scale);
+        m.scale_page_bytes = tokens * heads * scale;
+        m.scale_token_bytes = key ? scale : heads * scale;
+        m.scale_head_bytes = key ? tokens * scale : scale;
+        for (std::size_t p = 0; p < count; ++p)
+            for (std::size_t h = 0; h < heads; ++h)
+                for (std::size_t t = 0; t < tokens; ++t) {
+                    const std::byte* const from = &dense[(p * heads + h) * block];
+                    std::copy_n(from + t * row, row,
+                                &rows[p * page_bytes + t * m.token_bytes + h * m.head_bytes]);
+                    std::copy_n(from + tokens * row + t * scale, scale,
+                                of_rows.data() + p * m.scale_page_bytes + t * m.scale_token_bytes +
+                                    h * m.scale_head_bytes);
+                }
+        to[0] = std::make_unique<device_buffer<std::byte>>(rows);
+        to[1] = std::make_unique<device_buffer<std::byte>>(of_rows);
+        if (scale > 0) m.scales = to[1]->get();
+        (key ? ref.key_pages : ref.value_pages) = to[0]->get();
+        (key ? ref.key_page_bytes : ref.value_page_bytes) = page_bytes;
+        if constexpr (key)
+            ref.own_keys.memory = m;
+        else
+            ref.own_values.memory = m;
     }
 };
 

@@ -253,12 +253,19 @@ struct token_rows {
     /// One number, as dequantize() gives it: what kernels of a GPU read (cuda/layout/cache_ref.cuh).
     KVQ_HD KVQ_INLINE float device_value(const block_shape& s, const std::byte* block, int token,
                                          int channel) const noexcept {
+        const int bytes = layout_.row_bytes(s.dim);
+        return value_of(
+            s.dim, block + std::ptrdiff_t{token} * bytes,
+            block + std::ptrdiff_t{s.tokens} * bytes + std::ptrdiff_t{token} * layout_.scales_behind(s.dim),
+            channel);
+    }
+    /// The same of a row whose scales lie anywhere.
+    KVQ_HD KVQ_INLINE float value_of(int dim, const std::byte* row, const std::byte* scales,
+                                     int channel) const noexcept {
         const row_layout& l = layout_;
-        const int size = l.group_of(s.dim), group = channel / size, i = channel - group * size;
-        const std::byte* const numbers =
-            block + std::ptrdiff_t{token} * l.row_bytes(s.dim) + group * l.group_bytes(size);
-        const std::byte* const scale = block + std::ptrdiff_t{s.tokens} * l.row_bytes(s.dim) +
-                                       std::ptrdiff_t{token} * l.scales_behind(s.dim) + group;
+        const int size = l.group_of(dim), group = channel / size, i = channel - group * size;
+        const std::byte* const numbers = row + group * l.group_bytes(size);
+        const std::byte* const scale = scales + group;
         const float x = rounded_product(
             detail::number_of_code(l.numbers, detail::code_at(l.numbers, numbers + l.front_bytes(), i)),
             step_of(numbers, scale));

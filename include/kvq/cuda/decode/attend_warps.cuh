@@ -259,7 +259,7 @@ __device__ __forceinline__ void prefetch_page(const attention_args<Pair, T>& a,
         (taker > 0 && (item.first + item.from + taker) * Memory::step_tokens % Pair::page_tokens != 0))
         return;
     const int page = __ldcg(entry);
-    if (page < 0) return;
+    if (page < 0 || is_strided<Pair>) return;
     prefetch_lines(a.cache.key_block(page, item.kv_head), static_cast<int>(Pair::key_block_bytes), lane);
     prefetch_lines(a.cache.value_block(page, item.kv_head), static_cast<int>(Pair::value_block_bytes), lane);
     if constexpr (has_lower<Pair>) {

@@ -53,7 +53,12 @@ struct unit_ring {
             } else if constexpr (keys::skewed || values::skewed) {
                 skews &= ~(15u << 4 * slot);
             }
-            if constexpr (has_lower<Pair>)
+            if constexpr (is_strided<Pair>)
+                std::conditional_t<Role == tensor::key, keys, values>::copy_strided(
+                    to_warp_tile,
+                    a.cache.template row<Role>(Memory::halves ? larger(page, 0) : page, head, first),
+                    a.cache.template row_memory_of<Role>(), lane, there ? 16 : 0);
+            else if constexpr (has_lower<Pair>)
                 std::conditional_t<Role == tensor::key, keys, values>::copy(
                     to_warp_tile, block,
                     a.cache.template lower_block<Role>(Memory::halves ? larger(page, 0) : page, head), first,

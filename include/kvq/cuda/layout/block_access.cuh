@@ -110,6 +110,10 @@ KVQ_HD float read_value(const cache_ref<Pair>& cache, int page, int head, int to
                         [[maybe_unused]] int sequence = 0) noexcept {
     using S = scheme_of<Role, Pair>;
     constexpr block_shape shape = shape_of<Role, Pair>;
+    if constexpr (is_strided<Pair>) {
+        const row_address at = cache.template row<Role>(page, head, token);
+        return own_scheme<Role>(cache).fixed().value_of(shape.dim, at.row, at.scales, channel);
+    }
     const std::byte* const block = cache.template block<Role>(page, head);
     if constexpr (has_lower<Pair>) {
         return read_planes<S>(shape, block, cache.template lower_block<Role>(page, head), token, channel);

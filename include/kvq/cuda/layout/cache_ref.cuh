@@ -18,6 +18,7 @@
 #include "device_codec.cuh"
 #include "launch.cuh"
 #include "plane_pair.cuh"
+#include "strided_rows.cuh"
 #include "window_columns.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -131,6 +132,10 @@ template <class Upper>
 struct read_pair_of<upper_plane_pair<Upper>> {
     using type = upper_plane_pair<typename read_pair_of<Upper>::type>;
 };
+template <class Rows>
+struct read_pair_of<strided_rows<Rows>> {
+    using type = strided_rows<Rows>;
+};
 template <class Pair>
 using read_pair = typename read_pair_of<Pair>::type;
 /// Have pages of values? Those of latents are the first channels of keys (latent_pair.cuh).
@@ -159,6 +164,10 @@ template <class Upper>
 struct quantized_pair_of<plane_pair<Upper>> {
     using type = plane_pair<typename quantized_pair_of<Upper>::type>;
 };
+template <class Rows>
+struct quantized_pair_of<strided_rows<Rows>> {
+    using type = strided_rows<Rows>;
+};
 template <class Pair>
 using quantized_pair = typename quantized_pair_of<Pair>::type;
 
@@ -170,6 +179,11 @@ template <tensor Role, class Pair>
 requires read_by_numbers<scheme_of<Role, Pair>>
 struct own_state<Role, Pair> {
     scheme_of<Role, Pair> scheme{};
+};
+template <tensor Role, class Rows>
+struct own_state<Role, strided_rows<Rows>> {
+    scheme_of<Role, Rows> scheme{};
+    row_memory memory{};
 };
 template <tensor Role, class Pair>
 requires has_transform<scheme_of<Role, Pair>>
@@ -296,11 +310,11 @@ struct cache_ref {
     }
     KVQ_HD std::byte* key_block(int page, int head) const noexcept {
         return key_pages + upper_number(page) * key_page_bytes +
-               static_cast<std::size_t>(head) * Pair::key_block_bytes;
+               static_cast<std::size_t>(head) * head_bytes<tensor::key>();
     }
     KVQ_HD std::byte* value_block(int page, int head) const noexcept {
         return value_pages + upper_number(page) * value_page_bytes +
-               static_cast<std::size_t>(head) * Pair::value_block_bytes;
+               static_cast<std::size_t>(head) * head_bytes<tensor::value>();
     }
     /// The block of `Role` of one page and head.
     template <tensor Role>
@@ -309,6 +323,32 @@ struct cache_ref {
             return key_block(page, head);
         else
             return value_block(page, head);
+    }
+    /// From one head's block in a page to the next.
+    template <tensor Role>
+    KVQ_HD std::size_t head_bytes() const noexcept {
+        if constexpr (detail::is_strided<Pair>)
+            return row_memory_of<Role>().head_bytes;
+        else
+            return Role == tensor::key ? Pair::key_block_bytes : Pair::value_block_bytes;
+    }
+    template <tensor Role>
+    KVQ_HD const row_memory& row_memory_of() const noexcept requires detail::is_strided<Pair> {
+        if constexpr (Role == tensor::key)
+            return own_keys.memory;
+        else
+            return own_values.memory;
+    }
+    /// A token of strided rows.
+    template <tensor Role>
+    KVQ_HD detail::row_address row(int page, int head,
+                                   int token) const noexcept requires detail::is_strided<Pair> {
+        const row_memory& m = row_memory_of<Role>();
+        const auto of_page = static_cast<std::size_t>(page), of_head = static_cast<std::size_t>(head),
+                   of_token = static_cast<std::size_t>(token);
+        return {block<Role>(page, head) + of_token * m.token_bytes, m.scales + of_page * m.scale_page_bytes +
+                                                                        of_head * m.scale_head_bytes +
+                                                                        of_token * m.scale_token_bytes};
     }
     /// The lower plane of that block, of a format with two.
     template <tensor Role>
@@ -346,6 +386,10 @@ cache_ref<To> as_pair(const cache_ref<Pair>& c) noexcept {
     if constexpr (has_lower<To> && has_lower<Pair>) static_cast<layer_memory&>(to.lower) = c.lower;
     if constexpr (read_by_numbers<typename Pair::keys>) to.own_keys.scheme = c.own_keys.scheme;
     if constexpr (read_by_numbers<typename Pair::values>) to.own_values.scheme = c.own_values.scheme;
+    if constexpr (is_strided<Pair>) {
+        to.own_keys.memory = c.own_keys.memory;
+        to.own_values.memory = c.own_values.memory;
+    }
     if constexpr (has_transform<typename Pair::keys>) to.own_keys.transform = c.own_keys.transform;
     if constexpr (has_transform<typename Pair::values>) to.own_values.transform = c.own_values.transform;
     return to;
@@ -387,6 +431,34 @@ status check_transform([[maybe_unused]] const cache_ref<Pair>& c) noexcept {
     return {};
 }
 
+/// Strides of rows: multiples of 16 bytes, and tokens do not share bytes.
+template <tensor Role, class Pair>
+status check_rows(const cache_ref<Pair>& c) noexcept {
+    constexpr auto l = scheme_of<Role, Pair>::fixed_layout();
+    constexpr int dim = dim_of<Role, Pair>, scales = l.scales_behind(dim);
+    constexpr auto bytes = static_cast<std::size_t>(l.row_bytes(dim));
+    const char* const name = Role == tensor::key ? "keys" : "values";
+    const row_memory& m = c.template row_memory_of<Role>();
+    if ((m.token_bytes | m.head_bytes) % 16 != 0 || (m.token_bytes < bytes && Pair::page_tokens > 1) ||
+        (m.head_bytes < bytes && c.kv_heads > 1))
+        return bad_value(
+            "rows of %s have %zu bytes, but tokens are %zu bytes apart and heads %zu; both must be "
+            "multiples of 16",
+            name, bytes, m.token_bytes, m.head_bytes);
+    if ((scales > 0) != (m.scales != nullptr))
+        return bad_value("rows of %s have %d bytes of scales beside them, but the pointer is %s", name,
+                         scales, m.scales == nullptr ? "null" : "not null");
+    if (scales > 0 && (reinterpret_cast<std::uintptr_t>(m.scales) | m.scale_page_bytes | m.scale_token_bytes |
+                       m.scale_head_bytes) %
+                              4 !=
+                          0)
+        return bad_value(
+            "scales of %s are %zu, %zu and %zu bytes from page, token and head to the next, not "
+            "multiples of 4 from one",
+            name, m.scale_page_bytes, m.scale_token_bytes, m.scale_head_bytes);
+    return {};
+}
+
 template <class Pair>
 status check_ref(const cache_ref<Pair>& c, bool tables) noexcept {
     if (status s = check_transform<tensor::key>(c); !s) return s;
@@ -401,8 +473,11 @@ status check_ref(const cache_ref<Pair>& c, bool tables) noexcept {
             16 !=
         0)
         return bad_value("pages must start on 16 bytes and be a multiple of 16 bytes apart");
-    if (c.key_page_bytes < c.dense_key_page(c.kv_heads) ||
-        c.value_page_bytes < c.dense_value_page(c.kv_heads))
+    if constexpr (is_strided<Pair>) {
+        if (status s = check_rows<tensor::key>(c); !s) return s;
+        if (status s = check_rows<tensor::value>(c); !s) return s;
+    } else if (c.key_page_bytes < c.dense_key_page(c.kv_heads) ||
+               c.value_page_bytes < c.dense_value_page(c.kv_heads))
         return bad_value("page strides of %zu and %zu bytes are smaller than %d heads of %zu and %zu bytes",
                          c.key_page_bytes, c.value_page_bytes, c.kv_heads, Pair::key_block_bytes,
                          Pair::value_block_bytes);

@@ -29,14 +29,23 @@ struct row_pieces {
                                                         std::byte* block, int token, int piece,
                                                         const Number& number) {
         constexpr kvq::row_layout layout = S::fixed_layout();
-        const int first = piece * most, n = kvq::detail::smaller(most, s.dim - first);
+        const int bytes = layout.row_bytes(s.dim);
+        return quantize_row(
+            scheme, s.dim, block + std::ptrdiff_t{token} * bytes,
+            block + std::ptrdiff_t{s.tokens} * bytes + std::ptrdiff_t{token} * layout.scales_behind(s.dim),
+            piece, number);
+    }
+    /// The same of a row whose scales lie anywhere.
+    template <class Number>
+    __device__ __forceinline__ static unsigned quantize_row(const S& scheme, int dim, std::byte* row,
+                                                            std::byte* scales, int piece,
+                                                            const Number& number) {
+        constexpr kvq::row_layout layout = S::fixed_layout();
+        const int first = piece * most, n = kvq::detail::smaller(most, dim - first);
         float x[most];
 #pragma unroll
         for (int k = 0; k < most; ++k) x[k] = k < n ? number(first + k) : 0.0f;
-        std::byte* const row = block + std::ptrdiff_t{token} * layout.row_bytes(s.dim);
-        std::byte* const scale = block + std::ptrdiff_t{s.tokens} * layout.row_bytes(s.dim) +
-                                 std::ptrdiff_t{token} * layout.scales_behind(s.dim) + piece;
-        return scheme.fixed().quantize_group(x, n, row + piece * layout.group_bytes(most), scale);
+        return scheme.fixed().quantize_group(x, n, row + piece * layout.group_bytes(most), scales + piece);
     }
 };
 
@@ -69,20 +78,40 @@ struct row_pieces<S> {
     }
 };
 
+/// One piece of a token of a page of `cache`.
+template <tensor Role, class Pair, class Number>
+__device__ __forceinline__ unsigned quantize_piece(const cache_ref<Pair>& cache, int page, int head,
+                                                   int token, int piece, const Number& number) {
+    using pieces = row_pieces<scheme_of<Role, Pair>>;
+    constexpr block_shape shape = shape_of<Role, Pair>;
+    if constexpr (is_strided<Pair>) {
+        const row_address at = cache.template row<Role>(page, head, token);
+        return pieces::quantize_row(own_scheme<Role>(cache), shape.dim, at.row,
+                                    const_cast<std::byte*>(at.scales), piece, number);
+    } else {
+        return pieces::quantize(own_scheme<Role>(cache), shape, cache.template block<Role>(page, head), token,
+                                piece, number);
+    }
+}
+
 /// A whole block, by all threads of a thread block. number(token, channel).
-template <int Threads, class S, class Number>
-__device__ __forceinline__ unsigned quantize_rows(const S& scheme, const block_shape& s, std::byte* block,
+template <int Threads, tensor Role, class Pair, class Number>
+__device__ __forceinline__ unsigned quantize_rows(const cache_ref<Pair>& cache, int page, int head,
                                                   const Number& number) {
-    using pieces = row_pieces<S>;
+    using pieces = row_pieces<scheme_of<Role, Pair>>;
+    constexpr block_shape s = shape_of<Role, Pair>;
     const int thread = static_cast<int>(threadIdx.x), count = s.tokens * pieces::of(s);
-    for (std::size_t i = static_cast<std::size_t>(s.tokens * pieces::token_bytes(s)) + threadIdx.x;
-         i < scheme.block_bytes(s); i += Threads)
-        block[i] = std::byte{0};
+    if constexpr (!is_strided<Pair>) {
+        std::byte* const block = cache.template block<Role>(page, head);
+        for (std::size_t i = static_cast<std::size_t>(s.tokens * pieces::token_bytes(s)) + threadIdx.x;
+             i < own_scheme<Role>(cache).block_bytes(s); i += Threads)
+            block[i] = std::byte{0};
+    }
     unsigned not_finite = 0;
     for (int i = thread; i < count; i += Threads) {
         const int token = i % s.tokens;
-        not_finite += pieces::quantize(scheme, s, block, token, i / s.tokens,
-                                       [&](int channel) { return number(token, channel); });
+        not_finite += quantize_piece<Role>(cache, page, head, token, i / s.tokens,
+                                           [&](int channel) { return number(token, channel); });
     }
     return not_finite;
 }

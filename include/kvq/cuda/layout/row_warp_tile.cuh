@@ -48,6 +48,8 @@ struct row_warp_tile : code_warp_tile<Role, values_like<Pair>, Tokens, false> {
         if (!reader::reads) return own_blocks;
         if (row_bytes % 16 != 0 || quarter_bytes % 4 != 0)
             return "rows of tokens are not a multiple of 16 bytes";
+        if (is_strided<Pair> && scale_count % 4 != 0)
+            return "scales of a token that lie anywhere are not a multiple of 4 bytes";
         return nullptr;
     }();
 
@@ -84,6 +86,33 @@ struct row_warp_tile : code_warp_tile<Role, values_like<Pair>, Tokens, false> {
                 if (last % warp_size == 0 || vector < last)
                     copy_async(to + static_cast<std::uint32_t>(scales_at + 16 * vector), scales + 16 * vector,
                                vector_bytes);
+            });
+        }
+    }
+
+    /// The same from another system's memory.
+    __device__ __forceinline__ static void copy_strided(std::uint32_t to, const row_address& first,
+                                                        const row_memory& m, int lane,
+                                                        std::uint32_t vector_bytes) {
+        constexpr int of_row = row_bytes / 16, vectors = Tokens * of_row;
+        static_for<ceil_div(vectors, warp_size)>([&](auto i) {
+            const int vector = decltype(i)::value * warp_size + lane;
+            if (vectors % warp_size == 0 || vector < vectors)
+                copy_async(to + place(16 * vector),
+                           first.row + static_cast<std::size_t>(vector / of_row) * m.token_bytes +
+                               vector % of_row * 16,
+                           vector_bytes);
+        });
+        if constexpr (scale_count > 0) {
+            constexpr int of_token = scale_count / 4, words = Tokens * of_token;
+            static_for<ceil_div(words, warp_size)>([&](auto i) {
+                const int word = decltype(i)::value * warp_size + lane;
+                if (words % warp_size == 0 || word < words)
+                    copy_word_async(to + static_cast<std::uint32_t>(scales_at + 4 * word),
+                                    first.scales +
+                                        static_cast<std::size_t>(word / of_token) * m.scale_token_bytes +
+                                        word % of_token * 4,
+                                    vector_bytes / 4);
             });
         }
     }

@@ -113,10 +113,9 @@ __device__ __forceinline__ unsigned requantize_tensor(const cache_ref<From>& sou
     using S = scheme_of<Role, To>;
     unsigned count = 0;
     if constexpr (token_bytes_scheme<S>) {
-        constexpr block_shape shape = shape_of<Role, To>;
-        count = quantize_rows<Threads>(
-            own_scheme<Role>(target), shape, target.template block<Role>(to, head),
-            [&](int token, int channel) { return read_value<Role>(source, from, head, token, channel); });
+        count = quantize_rows<Threads, Role>(target, to, head, [&](int token, int channel) {
+            return read_value<Role>(source, from, head, token, channel);
+        });
     } else if constexpr (float_row_scheme<S>) {
         constexpr block_shape shape = shape_of<Role, To>;
         count = quantize_float_rows<S, shape.dim, Threads>(
@@ -210,7 +209,8 @@ __device__ __forceinline__ void requantize_block(const cache_ref<From>& source, 
 /// the other.
 template <tensor Role, class From, class To>
 inline constexpr bool same_blocks = [] {
-    if constexpr (full_precision<scheme_of<Role, From>> || is_latent_pair<To>) {
+    if constexpr (full_precision<scheme_of<Role, From>> || is_latent_pair<To> || is_strided<From> ||
+                  is_strided<To>) {
         return false;
     } else if constexpr (read_by_numbers<scheme_of<Role, From>>) {
         return std::is_same_v<scheme_of<Role, From>, scheme_of<Role, To>>;

@@ -33,11 +33,9 @@ __global__ void __launch_bounds__(store_rows_threads)
         const long long slot = mapping[token];
         if (slot < 0) return;
         const T* const from = x.at(static_cast<int>(token), head);
-        const unsigned bad =
-            pieces::quantize(own_scheme<Role>(cache), shape,
-                             cache.template block<Role>(static_cast<int>(slot / Pair::page_tokens), head),
-                             static_cast<int>(slot % Pair::page_tokens), piece,
-                             [&](int channel) { return to_float(from[channel]); });
+        const unsigned bad = quantize_piece<Role>(cache, static_cast<int>(slot / Pair::page_tokens), head,
+                                                  static_cast<int>(slot % Pair::page_tokens), piece,
+                                                  [&](int channel) { return to_float(from[channel]); });
         if (bad != 0 && not_finite != nullptr) atomicAdd(not_finite, bad);
     };
     if (blockIdx.y == 0)
