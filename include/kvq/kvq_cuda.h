@@ -464,6 +464,12 @@ KVQ_API kvq_status kvq_cuda_prefix_cache_park(kvq_cuda_prefix_cache* store, cons
 /// Moves the least recently used entries down until those on the device hold `bytes` less: where a begin has
 /// failed with KVQ_ERROR_MEMORY.
 KVQ_API kvq_status kvq_cuda_prefix_cache_release(kvq_cuda_prefix_cache* store, size_t bytes, void* stream);
+/// kvq_cuda_cache_step_down of these sequences and all entries on the device: pages that they share stay
+/// shared.
+KVQ_API kvq_status kvq_cuda_prefix_cache_step_down(kvq_cuda_prefix_cache* store,
+                                                   kvq_cuda_sequence* const* live, int32_t count,
+                                                   const kvq_cuda_tier* tiers, int32_t tier_count,
+                                                   size_t byte_budget, void* stream);
 
 typedef struct kvq_cuda_prefix_statistics {
     size_t size;

@@ -16,6 +16,29 @@ inline constexpr std::size_t first_size<kvq_cuda_requantize_request> = offsetof(
 
 inline bool holds_values(const std::string& name) { return name == "fp16" || name == "bf16"; }
 
+inline std::vector<cuda::sequence_id> rows_of(kvq_cuda_sequence* const* rows, std::int32_t count,
+                                              const shared_device& of, bool holes) {
+    expect_list(rows, count, "rows");
+    std::vector<cuda::sequence_id> ids(static_cast<std::size_t>(count));
+    for (std::int32_t i = 0; i < count; ++i) {
+        if (rows[i] == nullptr && holes) continue;
+        const kvq_cuda_sequence& s = get(rows[i], "a sequence of the list");
+        expect(s.of == of, KVQ_ERROR_HANDLE, "a sequence of the list belongs to another cache");
+        ids[static_cast<std::size_t>(i)] = s.id;
+    }
+    return ids;
+}
+
+inline std::vector<cuda::tier> tiers_of(const kvq_cuda_tier* tiers, std::int32_t count) {
+    expect_list(tiers, count, "tiers");
+    std::vector<cuda::tier> all;
+    for (std::int32_t i = 0; i < count; ++i) {
+        expect_data(tiers[i].format, "the format of a tier");
+        all.push_back({tiers[i].age, tiers[i].format});
+    }
+    return all;
+}
+
 /// The type of a window. name: NULL for fp16.
 inline float_type window_type(const char* name) {
     const std::string window = name != nullptr ? name : "fp16";

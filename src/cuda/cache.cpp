@@ -10,19 +10,6 @@ namespace kvq::c {
 namespace {
 
 /// Rows of a batch; NULL is a row that is not there.
-std::vector<cuda::sequence_id> rows_of(kvq_cuda_sequence* const* rows, std::int32_t count,
-                                       const shared_device& of, bool holes) {
-    expect_list(rows, count, "rows");
-    std::vector<cuda::sequence_id> ids(static_cast<std::size_t>(count));
-    for (std::int32_t i = 0; i < count; ++i) {
-        if (rows[i] == nullptr && holes) continue;
-        const kvq_cuda_sequence& s = get(rows[i], "a sequence of the list");
-        expect(s.of == of, KVQ_ERROR_HANDLE, "a sequence of the list belongs to another cache");
-        ids[static_cast<std::size_t>(i)] = s.id;
-    }
-    return ids;
-}
-
 void expect_layer(const cuda::cache& of, int i) {
     expect(i >= 0 && i < of.layer_count(), KVQ_ERROR_ARGUMENT, "layer ", i, " is not among the ",
            of.layer_count(), " layers of the cache");
@@ -94,16 +81,6 @@ kvq_status begin_text(kvq_cuda_cache* cache, kvq_cuda_sequence* sequence, std::i
         check((of->cache.*begin)(s.id, tokens, stream_of(stream)));
         of->step = {1, tokens, true};
     });
-}
-
-std::vector<cuda::tier> tiers_of(const kvq_cuda_tier* tiers, std::int32_t count) {
-    expect_list(tiers, count, "tiers");
-    std::vector<cuda::tier> all;
-    for (std::int32_t i = 0; i < count; ++i) {
-        expect_data(tiers[i].format, "the format of a tier");
-        all.push_back({tiers[i].age, tiers[i].format});
-    }
-    return all;
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 // they have no files.
 #include <kvq/cuda/host/prefixes.hpp>
 
-#include "objects.hpp"
+#include "arguments.hpp"
 #if KVQ_HAS_JSON
 #include <kvq/policy/prefix_tiers.hpp>
 #endif
@@ -137,6 +137,19 @@ kvq_status kvq_cuda_prefix_cache_release(kvq_cuda_prefix_cache* store, size_t by
         kvq_cuda_prefix_cache& in = get(store, "store");
         const device_call call(*in.of);
         check(in.store->release(bytes, stream_of(stream)));
+    });
+}
+
+kvq_status kvq_cuda_prefix_cache_step_down(kvq_cuda_prefix_cache* store, kvq_cuda_sequence* const* live,
+                                           int32_t count, const kvq_cuda_tier* tiers, int32_t tier_count,
+                                           size_t byte_budget, void* stream) {
+    return guard([&] {
+        kvq_cuda_prefix_cache& in = get(store, "store");
+        const auto ids = rows_of(live, count, in.of, false);
+        const auto all = tiers_of(tiers, tier_count);
+        const device_call call(*in.of);
+        check(in.store->step_down(ids, all, stream_of(stream),
+                                  byte_budget == 0 ? kvq::cuda::cache::no_budget : byte_budget));
     });
 }
 

@@ -601,6 +601,20 @@ void scenario() {
     OK(kvq_cuda_cache_plan_step_down(c.gpu, c.rows.data(), 3, tiers, 2, 1, &plan));
     CHECK(plan.pages > 0 && plan.bytes_after < plan.bytes_before && plan.fits == 0, "%zu pages", plan.pages);
     OK(kvq_cuda_cache_plan_step_down(c.gpu, c.rows.data(), 3, tiers, 2, 0, &plan));
+    // With an entry that shares pages, which stay shared.
+    OK(kvq_cuda_prefix_cache_create(c.gpu, nullptr, &tiered));
+    OK(kvq_cuda_sequence_tokens(c.rows[0], &held));
+    text.assign(static_cast<std::size_t>(held), 7);
+    OK(kvq_cuda_prefix_cache_store(tiered, text.data(), held, c.rows[0], c.stream));
+    REFUSED(kvq_cuda_prefix_cache_step_down(tiered, c.rows.data(), 3, nullptr, 2, 0, c.stream),
+            KVQ_ERROR_HANDLE, "tiers");
+    OK(kvq_cuda_prefix_cache_step_down(tiered, c.rows.data(), 3, tiers, 2, 0, c.stream));
+    KVQ_INIT(seen);
+    OK(kvq_cuda_prefix_cache_get_statistics(tiered, &seen));
+    OK(kvq_cuda_sequence_bytes(c.rows[0], &after));
+    CHECK(seen.entries == 1 && seen.bytes == after, "an entry of %zu bytes, its sequence has %zu", seen.bytes,
+          after);
+    OK(kvq_cuda_prefix_cache_free(tiered));
     OK(kvq_cuda_cache_step_down(c.gpu, c.rows.data(), 3, tiers, 2, 0, c.stream));
     OK(kvq_cuda_sequence_bytes(c.rows[0], &after));
     CHECK(after < before, "step down: %zu bytes before, %zu after", before, after);

@@ -133,6 +133,7 @@ class Caches(OnGpu):
             again, match, place = store.fetch(text)
             self.assertEqual((match.kind, match.tokens, place, again.to_bytes("model")), ("exact", len(text), "host", saved))
             store.store(text, again)
+            store.step_down([again], tiers)
             store.release(1)
             self.assertEqual(len(store.fetch([-1])[0]), 0)
             seen = store.statistics()

@@ -169,6 +169,8 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_prefix_cache_store": [handle, POINTER(c_int32), c_int32, handle, c_void_p],
     "kvq_cuda_prefix_cache_park": [handle, POINTER(c_int32), c_int32, handle, c_void_p],
     "kvq_cuda_prefix_cache_release": [handle, c_size_t, c_void_p],
+    "kvq_cuda_prefix_cache_step_down": [handle, POINTER(handle), c_int32, POINTER(kvq_cuda_tier), c_int32, c_size_t,
+        c_void_p],
     "kvq_cuda_prefix_cache_get_statistics": [handle, POINTER(kvq_cuda_prefix_statistics)],
     "kvq_cuda_kernels_find": [c_char_p, c_int32, c_int32, c_char_p, POINTER(handle)],
     "kvq_cuda_kernels_free": [handle],

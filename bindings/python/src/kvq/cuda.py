@@ -716,6 +716,11 @@ class PrefixCache(Handle):
         """Moves the least recently used entries down until those on the device hold `bytes` less: where a begin found no memory."""
         self._f.kvq_cuda_prefix_cache_release(self, bytes, self.cache.stream())
 
+    def step_down(self, live: List_[Sequence], tiers: List_[Tuple[int, str]], byte_budget: Optional[int] = None) -> None:
+        """Cache.step_down of these sequences and all entries on the device: pages that they share stay shared."""
+        self.cache._with_memory(self._f.kvq_cuda_prefix_cache_step_down, self, *_rows(live), *_tiers(tiers),
+                                limit(byte_budget, "byte_budget"), self.cache.stream())
+
     def statistics(self) -> PrefixStatistics:
         """What happened so far, and what the tiers hold now."""
         c = _cuda_abi.kvq_cuda_prefix_statistics()
