@@ -462,15 +462,15 @@ private:
     template <kvq::tensor Role>
     void place_rows(const quantized_batch<Format>& b, const std::vector<std::byte>& dense,
                     std::unique_ptr<device_buffer<std::byte>> (&to)[2]) {
-        using namespace kvq::cuda;
-        constexpr auto layout = detail::scheme_of<Role, Format>::fixed_layout();
-        constexpr int dim = detail::dim_of<Role, Format>, page = Format::page_tokens;
+        namespace of = kvq::cuda::detail;
+        constexpr auto layout = of::scheme_of<Role, Format>::fixed_layout();
+        constexpr int dim = of::dim_of<Role, Format>, page = Format::page_tokens;
         constexpr bool key = Role == kvq::tensor::key;
         const auto heads = static_cast<std::size_t>(b.kv_heads), count = static_cast<std::size_t>(b.pages),
                    row = static_cast<std::size_t>(layout.row_bytes(dim)),
                    scale = static_cast<std::size_t>(layout.scales_behind(dim)), tokens = std::size_t{page},
                    block = key ? Format::key_block_bytes : Format::value_block_bytes, gap = row + 16;
-        row_memory m{heads * gap, gap};
+        kvq::cuda::row_memory m{heads * gap, gap};
         const std::size_t page_bytes = 2 * tokens * m.token_bytes;
         std::vector<std::byte> rows(count * page_bytes, std::byte{0xff}),
             of_rows(count * tokens * heads * scale);
