@@ -614,16 +614,18 @@ TEST_CASE_TEMPLATE("rows become columns, and extremes of vectors lanes", L, KVQ_
 
 TEST_CASE_TEMPLATE("8-bit floats become floats", L, KVQ_TEST_LANES) {
     using io = lanes_of<L>;
-    if constexpr (requires(const std::byte* p) { L::load_e4m3(p); })
-        for (int first = 0; first < 256; first += L::width) {
-            std::byte codes[L::width];
-            for (int i = 0; i < L::width; ++i) codes[i] = static_cast<std::byte>(first + i);
-            const auto x = io::out(L::load_e4m3(codes));
-            for (int i = 0; i < L::width; ++i) {
+    if constexpr (requires(const std::byte* p, typename L::floats(&v)[2]) { L::load_e4m3(p, v); })
+        for (int first = 0; first < 256; first += 2 * L::width) {
+            std::byte codes[2 * L::width];
+            for (int i = 0; i < 2 * L::width; ++i) codes[i] = static_cast<std::byte>(first + i);
+            typename L::floats v[2];
+            L::load_e4m3(codes, v);
+            for (int i = 0; i < 2 * L::width; ++i) {
                 const auto code = static_cast<std::uint8_t>(first + i);
-                const float wanted = (code & 127) == 127 ? 480.0f : std::fabs(kvq::e4m3::to_float(code));
-                CHECK(std::fabs(x[static_cast<std::size_t>(i)]) * 256.0f == wanted);
-                CHECK(std::signbit(x[static_cast<std::size_t>(i)]) == (code > 127));
+                const float wanted = (code & 127) == 127 ? 480.0f : std::fabs(kvq::e4m3::to_float(code)),
+                            x = io::out(v[i % 2])[static_cast<std::size_t>(i / 2)];
+                CHECK(std::fabs(x) * 256.0f == wanted);
+                CHECK(std::signbit(x) == (code > 127));
             }
         }
 }

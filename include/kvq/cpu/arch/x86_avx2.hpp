@@ -142,9 +142,11 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints load_signed_bytes(const std::byte* p) {
         return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     }
-    static KVQ_INLINE floats load_e4m3(const std::byte* p) {
-        const __m128i signs = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
-        return _mm256_cvtph_ps(_mm_and_si128(_mm_slli_epi16(signs, 7), _mm_set1_epi16(-0x4001)));
+    static KVQ_INLINE void load_e4m3(const std::byte* p, floats (&v)[2]) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)),
+                      even = _mm_srai_epi16(_mm_slli_epi16(bytes, 8), 1), odd = _mm_srai_epi16(bytes, 1);
+        v[0] = _mm256_cvtph_ps(_mm_and_si128(even, _mm_set1_epi16(-0x4001)));
+        v[1] = _mm256_cvtph_ps(_mm_and_si128(odd, _mm_set1_epi16(-0x4080)));
     }
     static KVQ_INLINE ints load_halfwords(const std::byte* p) {
         return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -367,9 +367,12 @@ struct register_ops<Arch> {
     static KVQ_INLINE ints load_signed_bytes(const std::byte* p) {
         return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
     }
-    static KVQ_INLINE floats load_e4m3(const std::byte* p) {
-        const __m256i signs = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-        return _mm512_cvtph_ps(_mm256_and_si256(_mm256_slli_epi16(signs, 7), _mm256_set1_epi16(-0x4001)));
+    static KVQ_INLINE void load_e4m3(const std::byte* p, floats (&v)[2]) {
+        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+                      even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 1),
+                      odd = _mm256_srai_epi16(bytes, 1);
+        v[0] = _mm512_cvtph_ps(_mm256_and_si256(even, _mm256_set1_epi16(-0x4001)));
+        v[1] = _mm512_cvtph_ps(_mm256_and_si256(odd, _mm256_set1_epi16(-0x4080)));
     }
     static KVQ_INLINE ints load_halfwords(const std::byte* p) {
         return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

@@ -184,27 +184,31 @@ KVQ_NOINLINE void row_values(const row_pass& pass, const float* w, std::ptrdiff_
     using floats = typename Lanes::floats;
     using reader = row_reader<Lanes, Kind, Scales>;
     constexpr int width = Lanes::width, vectors = reader::vectors;
-    // Sums that do not wait for each other.
-    constexpr int apart = Q * vectors < 8 ? 8 / (Q * vectors) : 1;
+    // Chunks that share the loads of weights, and sums that do not wait for each other.
+    constexpr int most = width >= 16 && Q > 1 ? 2 : 1, apart = Q * vectors < 8 ? 8 / (Q * vectors) : 1;
     const row_pass r = pass;
-    const auto chunk = [&](int c, const auto& load) KVQ_INLINE_LAMBDA {
-        floats sum[apart][Q][vectors];
+    const auto sums_of = [&]<int Chunks>(std::integral_constant<int, Chunks>, int c,
+                                         const auto& load) KVQ_INLINE_LAMBDA {
+        constexpr int all = Chunks * vectors;
+        floats sum[apart][Q][all];
         KVQ_UNROLL
         for (int a = 0; a < apart; ++a) {
             KVQ_UNROLL
             for (int i = 0; i < Q; ++i) {
                 KVQ_UNROLL
-                for (int j = 0; j < vectors; ++j) sum[a][i][j] = Lanes::splat_float(0.0f);
+                for (int j = 0; j < all; ++j) sum[a][i][j] = Lanes::splat_float(0.0f);
             }
         }
-        const auto add = [&](int t, floats(&of)[Q][vectors]) KVQ_INLINE_LAMBDA {
-            floats v[vectors];
-            load(t, v);
+        const auto add = [&](int t, floats(&of)[Q][all]) KVQ_INLINE_LAMBDA {
+            floats v[Chunks][vectors];
+            KVQ_UNROLL
+            for (int k = 0; k < Chunks; ++k) load(t, c + k, v[k]);
             KVQ_UNROLL
             for (int i = 0; i < Q; ++i) {
                 const auto weight = Lanes::splat_float(w[i * w_stride + t]);
                 KVQ_UNROLL
-                for (int j = 0; j < vectors; ++j) of[i][j] = Lanes::multiply_add(v[j], weight, of[i][j]);
+                for (int j = 0; j < all; ++j)
+                    of[i][j] = Lanes::multiply_add(v[j / vectors][j % vectors], weight, of[i][j]);
             }
         };
         int t = 0;
@@ -216,23 +220,25 @@ KVQ_NOINLINE void row_values(const row_pass& pass, const float* w, std::ptrdiff_
         KVQ_UNROLL
         for (int i = 0; i < Q; ++i) {
             KVQ_UNROLL
-            for (int j = 0; j < vectors; ++j) {
+            for (int j = 0; j < all; ++j) {
                 float* const to = y + i * y_stride + c * row_chunk + j * width;
-                auto all = sum[0][i][j];
+                auto whole = sum[0][i][j];
                 KVQ_UNROLL
-                for (int a = 1; a < apart; ++a) all = Lanes::add(all, sum[a][i][j]);
-                Lanes::store_floats(to, Lanes::add(Lanes::load_floats(to), all));
+                for (int a = 1; a < apart; ++a) whole = Lanes::add(whole, sum[a][i][j]);
+                Lanes::store_floats(to, Lanes::add(Lanes::load_floats(to), whole));
             }
         }
     };
-    const int chunks = r.whole_chunks();
-    for (int c = 0; c < chunks; ++c)
-        chunk(c, [&](int t, floats(&v)[vectors]) KVQ_INLINE_LAMBDA {
-            reader::load(r, r.rows[t], r.next[t], r.scales + t * r.scale_stride,
-                         r.minima + t * r.scale_stride, c, v);
-        });
+    const auto load = [&](int t, int c, floats(&v)[vectors]) KVQ_INLINE_LAMBDA {
+        reader::load(r, r.rows[t], r.next[t], r.scales + t * r.scale_stride, r.minima + t * r.scale_stride, c,
+                     v);
+    };
+    int c = 0;
+    for (; c + most <= r.whole_chunks(); c += most) sums_of(std::integral_constant<int, most>(), c, load);
+    const std::integral_constant<int, 1> one;
+    if (most > 1 && c < r.whole_chunks()) sums_of(one, c++, load);
     if (r.end)
-        chunk(chunks, [&](int t, floats(&v)[vectors]) KVQ_INLINE_LAMBDA {
+        sums_of(one, c, [&](int t, int, floats(&v)[vectors]) KVQ_INLINE_LAMBDA {
             reader::load_end(r, t, r.scales + t * r.scale_stride, r.minima + t * r.scale_stride, v);
         });
 }

@@ -5,8 +5,9 @@
 //   row_chunk                      channels of a chunk, and where channel i of it lies among the vectors
 //
 // Kind: row_layout::number (schemes/row_layout.hpp), or plain_floats: numbers that are floats already.
-// Two e2m1 in a byte stay apart: a vector holds the even channels of 2 * width neighbours, the next one the
-// odd ones. Operands and sums have the same order, so that nothing is interleaved.
+// Two e2m1 in a byte, and neighbours of e4m3 in 16 bits, stay apart: a vector holds the even channels of
+// 2 * width neighbours, the next one the odd ones. Operands and sums have the same order, so that nothing is
+// interleaved.
 // Numbers are exact times `unit`, which callers put into what they multiply. e4m3 through fp16 has no NaN:
 // where `checks_nan` is true, callers look for codes of NaN first.
 #pragma once
@@ -67,8 +68,6 @@ inline constexpr int row_chunk = 32;
 /// Numbers that are floats: of blocks that were dequantized, or numbers of the end of a row.
 inline constexpr auto plain_floats = static_cast<row_layout::number>(255);
 
-/// Do vectors hold even channels and odd channels?
-constexpr bool in_pairs(row_layout::number kind) noexcept { return kind == row_layout::number::e2m1; }
 /// Where channel i of a chunk lies among the lanes of its vectors.
 constexpr int place_in_chunk(bool pairs, int width, int i) noexcept {
     return pairs ? (i / (2 * width) * 2 + i % 2) * width + i % (2 * width) / 2 : i;
@@ -80,10 +79,11 @@ struct row_numbers {
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
     static constexpr int width = Lanes::width, vectors = row_chunk / width;
-    static constexpr bool through_halves = Kind == kind::e4m3 && requires(const std::byte* p) {
-        Lanes::load_e4m3(p);
+    static constexpr bool through_halves =
+        Kind == kind::e4m3 && requires(const std::byte* p, floats (&v)[2]) {
+        Lanes::load_e4m3(p, v);
     };
-    static constexpr bool pairs = in_pairs(Kind), checks_nan = through_halves;
+    static constexpr bool pairs = Kind == kind::e2m1 || through_halves, checks_nan = through_halves;
     static constexpr float unit = through_halves ? 256.0f : 1.0f;
 
     /// The chunk's numbers at `from`, behind its scale and minimum.
@@ -93,6 +93,14 @@ struct row_numbers {
             for (int i = 0; i < vectors; ++i) v[i] = Lanes::template load_values<float>(from + 4 * width * i);
         } else if constexpr (nibbles) {
             load_nibbles(from, v);
+        } else if constexpr (through_halves) {
+            KVQ_UNROLL
+            for (int i = 0; i < vectors; i += 2) {
+                floats of[2];
+                Lanes::load_e4m3(from + width * i, of);
+                v[i] = of[0];
+                v[i + 1] = of[1];
+            }
         } else {
             KVQ_UNROLL
             for (int i = 0; i < vectors; ++i) v[i] = load_byte_numbers(from + width * i);
@@ -108,9 +116,7 @@ private:
     &&width == 16;
 
     static KVQ_INLINE floats load_byte_numbers(const std::byte* from) {
-        if constexpr (through_halves)
-            return Lanes::load_e4m3(from);
-        else if constexpr (Kind == kind::e4m3)
+        if constexpr (Kind == kind::e4m3)
             return float_lanes<Lanes, e4m3>::values(Lanes::load_bytes(from));
         else if constexpr (Kind == kind::e5m2)
             return Lanes::template halves<float16, 0>(Lanes::template shift_left<8>(Lanes::load_bytes(from)));

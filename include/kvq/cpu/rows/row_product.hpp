@@ -177,23 +177,28 @@ private:
     static void put(const float* sums, int n, float factor, float* y, bool add) {
         for (int k = 0; k < n; ++k) y[k] = (add ? y[k] : 0.0f) + sums[k] * factor;
     }
-    /// pairs: even channels in as many lanes, then odd ones; 0: in order.
+    /// Four or eight lanes of two vectors are in turns, or even channels before odd ones.
     void add_code_sums(const float* sums, float* y, std::ptrdiff_t y_stride, bool add) const {
-        if (codes_of_layout_.pairs) return add_sums(sums, 1.0f, 8, y, y_stride, add);
-        const auto each = [&]<int Run>(std::integral_constant<int, Run>) {
+        const auto in_turns = [&]<std::size_t Run>(std::integral_constant<std::size_t, Run>) {
             for (int i = 0; i < n_; ++i)
                 for (int c = 0; c < dim_; c += row_chunk) {
+                    const float* const from = sums + i * padded_ + c;
                     float chunk[row_chunk];  // which nothing that is read can be
-                    for (int k = 0; k < row_chunk; ++k)
-                        chunk[k] = sums[i * padded_ + c + k / Run % 2 * 16 + k / (2 * Run) * Run + k % Run];
+                    for (std::size_t k = 0; k < row_chunk; k += 2 * Run) {
+                        std::memcpy(chunk + k, from + k / 2, Run * sizeof(float));
+                        std::memcpy(chunk + k + Run, from + row_chunk / 2 + k / 2, Run * sizeof(float));
+                    }
                     put(chunk, row_chunk, 1.0f, y + i * y_stride + c, add);
                 }
         };
-        if (codes_of_layout_.of_bytes)
-            each(std::integral_constant<int, 4>());
+        if (codes_of_layout_.pairs)
+            add_sums(sums, 1.0f, 8, y, y_stride, add);
+        else if (codes_of_layout_.of_bytes)
+            in_turns(std::integral_constant<std::size_t, 4>());
         else
-            each(std::integral_constant<int, 8>());
+            in_turns(std::integral_constant<std::size_t, 8>());
     }
+    /// pairs: even channels in as many lanes, then odd ones; 0: in order.
     void add_sums(const float* sums, float factor, int pairs, float* y, std::ptrdiff_t y_stride,
                   bool add) const {
         for (int i = 0; i < n_; ++i, sums += padded_, y += y_stride) {
@@ -202,12 +207,13 @@ private:
                 continue;
             }
             for (int c = 0; c < dim_; c += 2 * pairs) {
-                const int here = detail::smaller(dim_ - c, 2 * pairs) / 2;
+                const int rest = detail::smaller(dim_ - c, 2 * pairs), here = rest / 2;
                 for (int k = 0; k < here; ++k) {
                     float* const to = y + c + 2 * k;
                     to[0] = (add ? to[0] : 0.0f) + sums[c + k] * factor;
                     to[1] = (add ? to[1] : 0.0f) + sums[c + pairs + k] * factor;
                 }
+                if (rest % 2 != 0) put(sums + c + here, 1, factor, y + c + 2 * here, add);
             }
         }
     }
@@ -520,10 +526,16 @@ private:
         for (int t = 0; t < rows; ++t) {
             const std::byte* const row = at.rows[t];
             int c = 0;
-            for (; c + bytes <= length; c += bytes)
-                found = Lanes::bit_or(
-                    found, Lanes::add(Lanes::bit_and(Lanes::load(row + c), Lanes::splat(0x7f7f7f7f)),
-                                      Lanes::splat(0x01010101)));
+            const auto look = [&](const std::byte* from) KVQ_INLINE_LAMBDA {
+                found = Lanes::bit_or(found,
+                                      Lanes::add(Lanes::bit_and(Lanes::load(from), Lanes::splat(0x7f7f7f7f)),
+                                                 Lanes::splat(0x01010101)));
+            };
+            for (; c + 4 * bytes <= length; c += 4 * bytes) {
+                KVQ_UNROLL
+                for (int k = 0; k < 4; ++k) look(row + c + k * bytes);
+            }
+            for (; c + bytes <= length; c += bytes) look(row + c);
             for (; c < length; ++c) rest |= (static_cast<std::uint32_t>(row[c]) & 127u) + 1u;
         }
         std::byte words[bytes];
