@@ -124,11 +124,18 @@ kvq_status kvq_cuda_prefix_cache_park(kvq_cuda_prefix_cache* store, const int32_
         kvq_cuda_sequence& s = sequence_of(sequence, in);
         const kvq::token_ids ids = ids_of(tokens, count);
         const device_call call(*in.of);
-        kvq::cuda::sequence_id empty = in.of->cache.new_sequence();
-        const kvq::cuda::status done = in.store->park(ids, s.id, stream_of(stream));
-        if (s.id == kvq::cuda::sequence_id{}) std::swap(s.id, empty);
-        (void)in.of->cache.free(empty);
-        check(done);
+        /// What the handle has in the place of a sequence that the store took, however the call ends.
+        struct replacement {
+            kvq::cuda::cache& of;
+            kvq::cuda::sequence_id& taken;
+            kvq::cuda::sequence_id empty = of.new_sequence();
+
+            ~replacement() {
+                if (taken == kvq::cuda::sequence_id{}) std::swap(taken, empty);
+                (void)of.free(empty);
+            }
+        } const kept{in.of->cache, s.id};
+        check(in.store->park(ids, s.id, stream_of(stream)));
     });
 }
 

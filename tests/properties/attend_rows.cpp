@@ -345,6 +345,12 @@ TEST_CASE("records in the memory of other systems: attention is that of double o
             records k(random, scheme, tokens, heads, dim, heads_first, table, blocks, block_tokens);
             records v(random, scheme, tokens, heads, dim, heads_first, table, blocks, block_tokens);
             const records& of_values = latent ? k : v;
+            // The same rows, with strides that are 0 in the other view, or of which there are none.
+            kvq::rows_view view_of_values = of_values.view;
+            if (latent) {
+                view_of_values.head_stride = 7;
+                if (view_of_values.scales) view_of_values.scale_group_stride = l.scale_bytes();
+            }
             const auto q = random.normals(static_cast<std::size_t>(queries * heads * group * dim));
             const kvq::token_view<const float> of_q(q.data(), queries, heads * group, dim);
             std::vector<float> out(static_cast<std::size_t>(queries * heads * group * value_dim)),
@@ -356,7 +362,7 @@ TEST_CASE("records in the memory of other systems: attention is that of double o
                                              dim),
                 of_q, kvq::token_view<double>(wanted.data(), queries, heads * group, value_dim));
             const auto attend = [&](std::vector<float>& to, kvq::executor_view threads) {
-                kvq::attend_rows(k.view, of_values.view, {table.data(), used, block_tokens, blocks},
+                kvq::attend_rows(k.view, view_of_values, {table.data(), used, block_tokens, blocks},
                                  {tokens, heads, dim, value_dim}, of_q,
                                  kvq::token_view<float>(to.data(), queries, heads * group, value_dim), memory,
                                  kvq::causal{}, threads);

@@ -343,8 +343,11 @@ TEST_CASE("a page table shows the tokens that a list of tokens has after the sam
                     static_cast<std::size_t>(random.between(0, static_cast<int>(e.pieces()) - 1));
                 const int format = random.between(e.pieces() == 1 ? 1 : 0, 2);
                 kvq::detail::page_changes changes(std::pmr::new_delete_resource(), e.g, e.rollback);
-                const bool only_freed = random.one_in(2);
-                changes.select(tables, {.first_token = first, .last_token = last, .only_freed = only_freed});
+                const bool only_freed = random.one_in(2), only_own = only_freed || random.one_in(2);
+                changes.select(tables, {.first_token = first,
+                                        .last_token = last,
+                                        .only_own = only_own,
+                                        .only_freed = only_freed});
                 std::set<const kvq::page*> seen;
                 std::vector<page_ref> kept;  // so that no page is seen again under another name
                 const auto wanted = [&](const kvq::page& p) { return p.format != format; };
@@ -352,7 +355,7 @@ TEST_CASE("a page table shows the tokens that a list of tokens has after the sam
                     const page_ref old = change.held;
                     const std::uint32_t holders = old.references() - 1;
                     REQUIRE(seen.insert(old.get()).second);
-                    if (only_freed) REQUIRE(holders == change.spans.size());
+                    if (only_own) REQUIRE(holders == change.spans.size());
                     const page_ref fresh = e.copy(old, format);
                     for (const kvq::detail::held_span& at_span : change.spans)
                         tables[static_cast<std::size_t>(at_span.table)]->change_page(at_span.span, piece,

@@ -369,6 +369,55 @@ TEST_CASE(
     CHECK_THROWS_AS((void)kvq::footprint(cache, 10, 1, {}, {.tiers = {{8, {1, 7}}}}), kvq::error);
 }
 
+TEST_CASE("of formats with as many bytes a page takes the first tier's, whenever it comes to it") {
+    kvq::cache_options options{.sinks = 0, .recent = 0, .page_tokens = 1, .rollback = 0};
+    ladder_cache cache({1, 1, 8, 0}, options);
+    const auto bytes = [&](int listed) {
+        return cache.page_bytes(kvq::tensor::key, 0, cache.table(kvq::tensor::key).index_of(listed), 1);
+    };
+    REQUIRE(bytes(2) == bytes(3));
+    REQUIRE(bytes(2) < bytes(0));
+    const kvq::step_down_policy policy{.tiers = {{3, {2, 2}}, {5, {3, 3}}}};
+    test::generator random(test::seed());
+    const test::stream s(random, cache.shape(), 20);
+    for (const int n : {1, 20}) {  // tokens between two steps down
+        auto sequence = cache.new_sequence();
+        for (int at = 0; at < 20; at += n) {
+            test::append(sequence, 1, s, at, n);
+            foretold(cache, sequence, policy);
+        }
+        for (int i = 0; i < 17; ++i) CHECK(sequence.pages(0).at(i).keys->format == 3);
+        CHECK(sequence.usage().window == kvq::footprint(cache, 20, 1, {}, policy).window);
+    }
+}
+
+TEST_CASE("by age, pages that a sequence holds which is not given stay: no byte is added") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (int round = 0; round < test::rounds(30); ++round) {
+        kvq::cache_options options = test::random_options(random);
+        options.page_tokens = random.pick(std::vector<int>{16, 32});
+        options.rollback = 0;  // else 16-bit pages have copies
+        ladder_cache cache({1, 2, 32, 0}, options);
+        const test::stream s(random, cache.shape(), 400);
+        auto a = cache.new_sequence();
+        test::append(a, 1, s, 0, 300);
+        auto b = a.fork();
+        b.trim(random.between(0, 300));
+        test::append(b, 1, s, 300, random.between(0, 100));
+        const auto of_b = test::contents(cache, b);
+        const auto policy = random_policy(random);
+        const auto alone = foretold(cache, a, policy);
+        CHECK(alone.bytes_after <= alone.bytes_before);
+        REQUIRE(test::contents(cache, b) == of_b);
+        ladder_sequence* both[] = {&a, &b};
+        const auto together = foretold(cache, both, policy);
+        CHECK(together.bytes_after <= together.bytes_before);
+        CHECK(kvq::step_down(cache, both, policy).steps.empty());
+    }
+}
+
 TEST_CASE("impossible policies are refused with their numbers") {
     ladder_cache cache({2, 1, 32, 0}, {});
     auto s = cache.new_sequence();

@@ -58,12 +58,24 @@ struct rows_attention {
     /// Formats without products are read as floats first.
     static const row_place_functions& places(const rows_view& of) { return of.rows.functions().of_places; }
     static bool reads(const rows_view& of) { return places(of).keys == nullptr; }
-    static bool same_records(const rows_view& a, const rows_view& b) {
-        return a.rows && b.rows && reads(a) && a.rows.same_as(b.rows) && a.data == b.data &&
-               a.token_stride == b.token_stride && a.head_stride == b.head_stride &&
-               a.block_stride == b.block_stride && a.scales == b.scales && a.biases == b.biases &&
-               a.scale_token_stride == b.scale_token_stride && a.scale_head_stride == b.scale_head_stride &&
-               a.scale_block_stride == b.scale_block_stride && a.scale_group_stride == b.scale_group_stride;
+    /// Are keys and values the same rows? Strides from which nothing is read do not count.
+    bool same_records() const {
+        const rows_view &a = keys, &b = values;
+        if (!a.rows || !b.rows || !reads(a) || !a.rows.same_as(b.rows) || a.data != b.data ||
+            a.scales != b.scales || a.biases != b.biases || shape.head_dim < 1)
+            return false;
+        const int dense = places(a).bytes(a.rows.scheme(), shape.head_dim).group;
+        const auto same = [](bool read, std::ptrdiff_t x, std::ptrdiff_t y) { return !read || x == y; };
+        const auto group = [&](const rows_view& of) {
+            return of.scale_group_stride != 0 ? of.scale_group_stride : dense;
+        };
+        const bool heads = shape.kv_heads > 1, has_blocks = blocks.table != nullptr, beside = a.scales;
+        return a.token_stride == b.token_stride && same(heads, a.head_stride, b.head_stride) &&
+               same(has_blocks, a.block_stride, b.block_stride) &&
+               same(beside, a.scale_token_stride, b.scale_token_stride) &&
+               same(beside && heads, a.scale_head_stride, b.scale_head_stride) &&
+               same(beside && has_blocks, a.scale_block_stride, b.scale_block_stride) &&
+               same(beside, group(a), group(b));
     }
 
     /// Memory of a task.
@@ -319,7 +331,7 @@ KVQ_FUNC void attend_rows(const rows_view& keys, const rows_view& values, const 
                           const mods_view& mods, executor_view threads) {
     const int value_dim = shape.value_dim > 0 ? shape.value_dim : shape.head_dim;
     detail::rows_attention of{keys, values, blocks, shape, q, out, mods, value_dim};
-    of.one_latent = value_dim <= shape.head_dim && detail::rows_attention::same_records(keys, values);
+    of.one_latent = value_dim <= shape.head_dim && of.same_records();
     of.check();
     if (q.tokens == 0) return;
     const int tasks = of.tasks(), jobs = detail::smaller(tasks, detail::larger(threads.concurrency(), 1));

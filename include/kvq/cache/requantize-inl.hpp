@@ -125,14 +125,17 @@ private:
 /// A request on its way: which pages of which sequences change, and the run over them.
 class requantizer {
 public:
-    /// extent: limits of stepping down that a request does not have. rehearsal: its tables change, not those
-    /// of the sequences.
+    /// extent: limits of stepping down that a request does not have. wider: listed formats; pages change
+    /// where new ones are smaller than in each of these. rehearsal: its tables change, not those of the
+    /// sequences.
     requantizer(cache& of, std::span<sequence* const> sequences, const requantize_request& request,
-                const change_range& extent = {}, page_rehearsal* rehearsal = nullptr)
+                const change_range& extent = {}, std::span<const layer_format> wider = {},
+                page_rehearsal* rehearsal = nullptr)
         : rehearsal_(rehearsal),
           sequences_(sequences),
           request_(request),
           extent_(extent),
+          wider_(wider),
           cache_(&of),
           changes_(of.pool().memory(), of.geometry(), of.options().rollback),
           tables_(of.pool().memory()),
@@ -275,6 +278,11 @@ private:
                 if (format < 0) continue;
                 const std::size_t bytes = whole_bytes(role, layer, format);
                 if (request_.only_smaller && !some_larger(role, layer, bytes)) continue;
+                if (std::ranges::any_of(wider_, [&](const layer_format& f) {
+                        const int listed = role == tensor::key ? f.key : f.value;
+                        return whole_bytes(role, layer, cache_->table(role).index_of(listed)) <= bytes;
+                    }))
+                    continue;
                 const auto changes = [&](const page& p) {
                     if (p.format == format) return false;
                     const bool whole = p.tokens == cache_->options().page_tokens;
@@ -359,6 +367,7 @@ private:
     std::span<sequence* const> sequences_;
     requantize_request request_;
     change_range extent_;
+    std::span<const layer_format> wider_;
     cache* cache_;
     bool dry_ = true;  // tables are only read
     page_changes changes_;

@@ -21,6 +21,7 @@ public:
         sequence_access::expect_members(of, sequences, "of those to step down");
         expect_distinct(sequences);
         check_policy(of, policy);
+        for (const tier& t : policy.tiers) formats_.push_back(t.format);
     }
 
     step_down_report run(executor_view ex) {
@@ -68,8 +69,11 @@ private:
         request.first_token = range.first_token;
         request.last_token = range.last_token;
         request.only_smaller = true;
+        // By age a page has reached the tiers before, too: of as many bytes it takes the first one's,
+        // whenever it comes.
+        const std::span<const layer_format> wider = std::span(formats_).first(range.only_freed ? 0 : index);
         const requantize_report r =
-            requantizer(cache_, std::span<sequence* const>(sequences_), request, range, rehearsal)
+            requantizer(cache_, std::span<sequence* const>(sequences_), request, range, wider, rehearsal)
                 .run({}, threads, ex, &space_);
         report_.bytes_peak = larger(report_.bytes_peak, r.bytes_peak);
         report_.bytes_after = r.bytes_after;
@@ -82,6 +86,7 @@ private:
     cache& cache_;
     std::vector<sequence*> sequences_;
     const step_down_policy& policy_;
+    std::vector<layer_format> formats_;  // of the tiers
     workspace space_;
     step_down_report report_;
 };

@@ -11,7 +11,7 @@
 //   step_down(cache, sequence, policy);                                     // between decode steps
 //
 // By age: a page takes the format of the last tier whose age all tokens of the page have reached, in any
-// sequence that holds the page.
+// sequence that holds the page, unless a sequence holds it that is not given: then it would not be freed.
 // By budget: while the pool holds more than `byte_budget` bytes, the oldest page of the widest tier goes one
 // tier down, unless it would not be freed: another sequence holds it too, or the sequence would keep a 16-bit
 // copy. Each tier is a request to requantize (cache/requantize.hpp) that only shrinks pages: same pages, same

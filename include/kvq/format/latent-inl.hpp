@@ -138,7 +138,7 @@ KVQ_FUNC void split_rows(float* values, int tokens, int first, int last, spare_r
     }
     for (std::ptrdiff_t t = 0; t < tokens; ++t) {
         std::copy_n(values + t * all + n, m, spare + t * m);
-        std::copy_n(values + t * all, n, values + t * n);
+        if (t > 0) std::copy_n(values + t * all, n, values + t * n);
     }
     std::copy_n(spare, tokens * m, values + tokens * n);
 }
@@ -156,7 +156,7 @@ KVQ_FUNC void join_rows(float* values, int tokens, int first, int last, spare_ro
     }
     std::copy_n(values + tokens * n, tokens * m, spare);
     for (std::ptrdiff_t t = tokens - 1; t >= 0; --t) {
-        std::copy_backward(values + t * n, values + (t + 1) * n, values + t * all + n);
+        if (t > 0) std::copy_backward(values + t * n, values + (t + 1) * n, values + t * all + n);
         std::copy_n(spare + t * m, m, values + t * all + n);
     }
 }

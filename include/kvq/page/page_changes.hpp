@@ -30,7 +30,9 @@ struct change_range {
     /// One per table, replaces last_token: a page behind it changes only if another holder of the page has a
     /// later last token.
     std::span<const int> last_tokens{};
-    /// Skip pages that would not be freed: others hold them, or they would be kept as 16-bit copies.
+    /// Skip pages that others hold, which would not be freed.
+    bool only_own = false;
+    /// Skip those as well that would be kept as 16-bit copies.
     bool only_freed = false;
     int first_place = 0, last_place = all;  ///< of spans, those in a gap counted: page_table::freed
 };
@@ -55,6 +57,7 @@ public:
     /// tables: of the same layer, one per sequence; they stay where they are until the next selection.
     void select(std::span<page_table* const> tables, const change_range& range) {
         tables_ = tables;
+        only_own_ = range.only_own || range.only_freed;
         only_freed_ = range.only_freed;
         elsewhere_ = false;
         rows_.clear();
@@ -98,7 +101,8 @@ public:
                     spans_.push_back({h.index, h.span});
                 }
                 const page_change change{table(spans_[0].table)[spans_[0].span].pages[piece], spans_};
-                if (wanted_here && (!only_freed_ || frees(change, piece))) f(change);
+                if (!wanted_here || (only_own_ && change.held.references() > change.spans.size())) continue;
+                if (!only_freed_ || !keeps(change, piece)) f(change);
             }
         }
     }
@@ -184,12 +188,11 @@ private:
         std::sort(found_.begin(), found_.end(), before);
     }
 
-    /// Is the page of a change freed once all of these spans have the new page?
-    bool frees(const page_change& change, std::size_t piece) const {
-        if (change.held.references() > change.spans.size()) return false;
+    /// Does one of these spans keep the page of a change as a copy once all of them have the new page?
+    bool keeps(const page_change& change, std::size_t piece) const {
         for (const held_span& at : change.spans)
-            if (table(at.table).keeps_page(at.span, piece, geometry_, rollback_)) return false;
-        return true;
+            if (table(at.table).keeps_page(at.span, piece, geometry_, rollback_)) return true;
+        return false;
     }
 
     page_geometry geometry_;
@@ -198,13 +201,13 @@ private:
     resource_vector<row> rows_;  // by table
     resource_vector<holder> found_;
     resource_vector<held_span> spans_;  // of the change that f() gets
-    bool only_freed_ = false;
+    bool only_own_ = false, only_freed_ = false;
     bool elsewhere_ = false;   // tables may hold a page at other indices
     int begin_ = 0, end_ = 0;  // spans in which any table has pages to change
 };
 
-/// Calls lower(tier, range) for the pages that have reached the age of each tier. lengths: tokens of the
-/// sequences.
+/// Calls lower(tier, range) for the pages that have reached the age of each tier and that no other sequence
+/// holds. lengths: tokens of the sequences.
 template <class Lower>
 void step_down_by_age(std::span<const int> ages, std::span<const int> lengths, Lower&& lower) {
     std::vector<int> last(lengths.size());
@@ -214,7 +217,7 @@ void step_down_by_age(std::span<const int> ages, std::span<const int> lengths, L
             last[s] = lengths[s] - ages[tier];
             longest = larger(longest, last[s]);
         }
-        if (longest > 0) lower(tier, change_range{.last_token = longest, .last_tokens = last});
+        if (longest > 0) lower(tier, {.last_token = longest, .last_tokens = last, .only_own = true});
     }
 }
 
@@ -229,7 +232,7 @@ void step_down_by_budget(std::size_t tiers, std::span<const page_table* const> t
             const page_span& s = (*table)[i];
             const int at = i + table->freed;
             for (int place = static_cast<int>(spans.size()); place <= at; ++place)
-                spans.push_back({change_range::all, 0, {}, true, place, place + 1});
+                spans.push_back({change_range::all, 0, {}, true, true, place, place + 1});
             change_range& range = spans[static_cast<std::size_t>(at)];
             range.first_token = smaller(range.first_token, s.first_token);
             range.last_token = larger(range.last_token, s.end());

@@ -86,7 +86,9 @@ struct record_layout {
         return row_bytes(dim) + bytes_behind(dim) * (biased() ? 2 : 1);
     }
     KVQ_HD KVQ_NO_COPY constexpr kvq::row_bytes bytes(int dim) const noexcept {
-        return {row_bytes(dim), bytes_behind(dim), biased() ? bytes_behind(dim) : 0, in_turns ? 4 : 1};
+        const int together = in_turns ? 4 : 1;
+        return {row_bytes(dim), bytes_behind(dim), biased() ? bytes_behind(dim) : 0, together,
+                scale_bytes() * together};
     }
 };
 

@@ -79,8 +79,9 @@ struct token_records {
     /// infinite.
     bool read(const row_place& of, int dim, int from, int tokens, float* values) const {
         const record_layout& l = layout_;
-        const int turns = l.in_turns ? 4 : 1;
-        const std::ptrdiff_t group = of.group_stride != 0 ? of.group_stride : l.scale_bytes() * turns;
+        const row_bytes bytes = l.bytes(dim);
+        const int turns = bytes.together;
+        const std::ptrdiff_t group = of.group_stride != 0 ? of.group_stride : bytes.group;
         bool finite = true;
         for (int t = from; t < from + tokens; ++t, values += dim) {
             const std::ptrdiff_t block = of.blocks ? of.blocks[t / of.block_tokens] : 0,
