@@ -29,11 +29,14 @@ struct sequence_table::access {
         if (id >= 0) {
             if (const shared_entry& e = table.at(id)) all.push_back({e, {id}});
         } else {
-            table.for_each_entry([&](const shared_entry& e) {
-                all.push_back({e, {}});
-                for (int i = 0; i < table.ids(); ++i)
-                    if (table.at(i) == e) all.back().ids.push_back(i);
-            });
+            std::unordered_map<shared_entry, std::size_t> places;
+            for (int i = 0; i < table.ids(); ++i) {
+                const shared_entry& e = table.at(i);
+                if (!e) continue;
+                const auto [place, fresh] = places.try_emplace(e, all.size());
+                if (fresh) all.push_back({e, {}});
+                all[place->second].ids.push_back(i);
+            }
         }
         header h;
         h.entries = static_cast<std::uint32_t>(all.size());

@@ -5,6 +5,9 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <map>
+#include <unordered_map>
+#include <unordered_set>
 
 #include "../cache/sequence_access.hpp"
 #include "../core/error.hpp"
@@ -250,8 +253,9 @@ KVQ_FUNC void sequence_table::take_back() noexcept {
             p.of->tokens.trim(p.before);
         p.of->positions.resize(static_cast<std::size_t>(p.before));
     }
-    for (shared_entry& e : held_)
-        if (e && e->positions.empty()) e.reset();
+    for (const part& p : parts_)
+        for (const int id : p.ids)
+            if (p.of->positions.empty()) held_[static_cast<std::size_t>(id)].reset();
     forget_step();
 }
 
@@ -285,7 +289,7 @@ KVQ_FUNC void sequence_table::remove(int id, std::int32_t first, std::int32_t la
         if (!e) continue;
         const auto [from, to] = e->range(first, last);
         if (from < to && to == e->size()) {
-            if (id >= 0 && std::count(held_.begin(), held_.end(), e) > 1) e = fork(*e);
+            if (id >= 0 && e.use_count() > 2) e = fork(*e);  // other ids have it
             e->tokens.trim(from);
             e->positions.resize(static_cast<std::size_t>(from));
         }
@@ -375,10 +379,9 @@ KVQ_FUNC const sequence_table::shared_entry& sequence_table::at(int id) const {
 
 template <class F>
 void sequence_table::for_each_entry(F&& f) const {
-    for (std::size_t i = 0; i < held_.size(); ++i)
-        if (held_[i] && std::find(held_.begin(), held_.begin() + static_cast<std::ptrdiff_t>(i), held_[i]) ==
-                            held_.begin() + static_cast<std::ptrdiff_t>(i))
-            f(held_[i]);
+    std::unordered_set<const entry*> seen;
+    for (const shared_entry& e : held_)
+        if (e && (e.use_count() == 1 || seen.insert(e.get()).second)) f(e);
 }
 
 KVQ_FUNC int sequence_table::tokens_in(int id, std::int32_t first, std::int32_t last) const {
@@ -400,16 +403,12 @@ void sequence_table::change(int id, F&& f) {
             if (shared_entry made = f(*e)) put(id, std::move(made));
         return;
     }
-    std::vector<std::pair<shared_entry, shared_entry>> made;
+    std::unordered_map<shared_entry, shared_entry> made;
     for_each_entry([&](const shared_entry& e) {
-        if (shared_entry fresh = f(*e)) made.emplace_back(e, std::move(fresh));
+        if (shared_entry fresh = f(*e)) made.emplace(e, std::move(fresh));
     });
     for (int i = 0; i < ids(); ++i)
-        for (const auto& [old, fresh] : made)
-            if (held_[static_cast<std::size_t>(i)] == old) {
-                put(i, fresh);
-                break;
-            }
+        if (const auto changed = made.find(at(i)); changed != made.end()) put(i, changed->second);
 }
 
 KVQ_FUNC void sequence_table::put(int id, shared_entry e) noexcept {
@@ -420,8 +419,7 @@ KVQ_FUNC void sequence_table::check(const token_batch& b) const {
     detail::expect(b.tokens >= 0, "a batch of ", b.tokens, " tokens");
     detail::expect(b.tokens == 0 || (b.positions != nullptr && b.ids != nullptr), "a batch of ", b.tokens,
                    " tokens needs positions and ids");
-    std::vector<std::int64_t> last(held_.size());
-    for (int id = 0; id < ids(); ++id) last[static_cast<std::size_t>(id)] = position_max(id);
+    std::unordered_map<int, std::int64_t> last;  // positions of ids of the batch
     for (int i = 0; i < b.tokens; ++i) {
         const int n = b.id_counts ? b.id_counts[i] : 1;
         detail::expect(n >= 1 && b.ids[i] != nullptr, "token ", i, " of the batch has ", n, " ids");
@@ -429,7 +427,7 @@ KVQ_FUNC void sequence_table::check(const token_batch& b) const {
             const int id = b.ids[i][j];
             detail::expect(id >= 0 && id < ids(), "token ", i, " of the batch is of sequence ", id,
                            ", which is not among the ", ids(), " of the table");
-            std::int64_t& before = last[static_cast<std::size_t>(id)];
+            std::int64_t& before = last.try_emplace(id, position_max(id)).first->second;
             detail::expect(b.positions[i] > before, "token ", i, " of the batch has position ",
                            b.positions[i], " in sequence ", id, ", which is not behind position ", before);
             before = b.positions[i];
@@ -438,24 +436,26 @@ KVQ_FUNC void sequence_table::check(const token_batch& b) const {
 }
 
 KVQ_FUNC std::vector<sequence_table::part> sequence_table::parts_of(const token_batch& b) const {
-    std::vector<std::vector<int>> rows(held_.size());
+    std::map<int, std::vector<int>> rows_of;  // by id
     for (int i = 0; i < b.tokens; ++i)
-        for (int j = 0; j < (b.id_counts ? b.id_counts[i] : 1); ++j)
-            rows[static_cast<std::size_t>(b.ids[i][j])].push_back(i);
+        for (int j = 0; j < (b.id_counts ? b.id_counts[i] : 1); ++j) rows_of[b.ids[i][j]].push_back(i);
     std::vector<part> parts;
-    std::vector<std::size_t> part_of(held_.size());
-    for (std::size_t id = 0; id < held_.size(); ++id) {
-        if (rows[id].empty()) continue;
-        const auto same = std::find_if(parts.begin(), parts.end(), [&](const part& p) {
-            return p.of == held_[id] && p.rows == rows[id];
-        });
-        part_of[id] = static_cast<std::size_t>(same - parts.begin());
-        if (same == parts.end()) parts.push_back({held_[id], {}, rows[id]});
-        parts[part_of[id]].ids.push_back(static_cast<int>(id));
+    std::unordered_map<int, std::size_t> part_of;  // by id
+    std::map<std::pair<const entry*, std::span<const int>>, std::size_t,
+             decltype([](const auto& x, const auto& y) {
+                 return x.first != y.first ? std::less<>()(x.first, y.first)
+                                           : std::ranges::lexicographical_compare(x.second, y.second);
+             })>
+        same;
+    for (const auto& [id, rows] : rows_of) {
+        const auto [found, fresh] = same.try_emplace({at(id).get(), rows}, parts.size());
+        if (fresh) parts.push_back({at(id), {}, rows});
+        part_of[id] = found->second;
+        parts[found->second].ids.push_back(id);
     }
     for (part& p : parts) p.wanted.assign(p.rows.size(), 0);
     for (int i = 0; i < b.tokens; ++i) {
-        part& p = parts[part_of[static_cast<std::size_t>(b.ids[i][0])]];
+        part& p = parts[part_of[b.ids[i][0]]];
         p.wanted[static_cast<std::size_t>(std::lower_bound(p.rows.begin(), p.rows.end(), i) -
                                           p.rows.begin())] = 1;
     }
@@ -468,7 +468,7 @@ KVQ_FUNC std::vector<sequence_table::part> sequence_table::parts_of(const token_
         if (std::find(first, p.wanted.end(), char{0}) != p.wanted.end()) p.step = 0;
         if (!p.of)
             p.of = std::make_shared<entry>(cache_->new_sequence());
-        else if (static_cast<std::size_t>(std::count(held_.begin(), held_.end(), p.of)) > p.ids.size())
+        else if (static_cast<std::size_t>(p.of.use_count()) > p.ids.size() + 1)  // other ids have it
             p.of = fork(*p.of);
     }
     return parts;

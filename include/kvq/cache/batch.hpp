@@ -8,6 +8,7 @@
 // Contract: every sequence gets the same outputs and pages as alone, bit for bit.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -63,6 +64,12 @@ void expect_distinct(std::size_t i, const char* list, const SequenceOf& sequence
     for (std::size_t j = 0; j < i; ++j)
         expect(sequence_of(j) != sequence_of(i), "sequence ", i, " of the ", list, " is sequence ", j,
                " again");
+}
+/// The number of a list, which its sequences keep: one that has it already is in the list twice. No other
+/// list of this process has it.
+inline std::uint64_t next_list() noexcept {
+    static std::atomic<std::uint64_t> last{0};
+    return last.fetch_add(1, std::memory_order_relaxed) + 1;
 }
 
 }  // namespace detail

@@ -16,6 +16,9 @@ namespace kvq { inline namespace KVQ_COMMON {
 namespace detail {
 
 inline void expect_distinct(std::span<const sequence* const> sequences) {
+    std::vector<const sequence*> sorted(sequences.begin(), sequences.end());
+    std::ranges::sort(sorted, std::less<>());
+    if (std::ranges::adjacent_find(sorted) == sorted.end()) return;
     for (std::size_t i = 0; i < sequences.size(); ++i)
         expect_distinct(i, "request", [&](std::size_t j) { return sequences[j]; });
 }

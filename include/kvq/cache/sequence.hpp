@@ -287,6 +287,7 @@ private:
     detail::page_stock stock_;             // of the next step, if it was reserved
     std::optional<detail::chunk> staged_;  // during cache::prefill
     std::optional<recurrent_state> state_;
+    std::uint64_t list_ = 0;  // the last list of sequences that it was in (detail::next_list)
 };
 
 }}  // namespace kvq

@@ -185,10 +185,12 @@ KVQ_FUNC void cache::select(int layer, std::span<const select_request> batch, in
 KVQ_FUNC void cache::prefill(int layer, std::span<const prefill_request> batch, const mods_view& mods,
                              executor_view executor, workspace& space) {
     if (batch.empty()) return;
+    const std::uint64_t list = detail::next_list();
     for (std::size_t i = 0; i < batch.size(); ++i) {
         const prefill_request& r = batch[i];
         check_member(r.sequence, i);
-        detail::expect_distinct(i, "batch", [&](std::size_t j) { return batch[j].sequence; });
+        if (std::exchange(r.sequence->list_, list) == list)
+            detail::expect_distinct(i, "batch", [&](std::size_t j) { return batch[j].sequence; });
         r.sequence->check_layer(layer);
         if (owner(layer) == layer)
             r.sequence->check_chunk(layer, r.k, r.v);
@@ -314,11 +316,13 @@ KVQ_FUNC void cache::reserve(std::span<const step_request> batch, int q_heads, i
                              const mods_view& mods) {
     expect_query_heads("a step with ", q_heads);
     detail::expect(threads >= 1, "a step on ", threads, " threads");
+    const std::uint64_t list = detail::next_list();
     long long rows = 0;
     for (std::size_t i = 0; i < batch.size(); ++i) {
         const step_request& r = batch[i];
         check_member(r.sequence, i);
-        detail::expect_distinct(i, "batch", [&](std::size_t j) { return batch[j].sequence; });
+        if (std::exchange(r.sequence->list_, list) == list)
+            detail::expect_distinct(i, "batch", [&](std::size_t j) { return batch[j].sequence; });
         for (int layer = 0; layer < layer_count(); ++layer) {
             r.sequence->check_layer(layer);
             if (!takes_steps(layer)) continue;
