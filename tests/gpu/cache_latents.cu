@@ -1,11 +1,13 @@
 // Layers with latent attention and an index in a cache that owns its pages, beside layers with keys and
 // values, against a CPU cache that does the same: random histories of steps, prompts, drafts, trims, forks,
 // requantizing, moves, erase, shift and splice with the same bytes afterwards, attention over all tokens and over lists against
-// double arithmetic, tokens that an index selects, bytes of a latent, refusals.
+// double arithmetic, steps down, stores of prefixes, tokens that an index selects, bytes of a latent,
+// refusals.
 #include <kvq/cache/rearrange.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/sequence_access.hpp>
 #include <kvq/cuda.cuh>
+#include <kvq/cuda/host/prefixes.hpp>
 #include <kvq/format/latent.hpp>
 #include <kvq/format/make_format.hpp>
 
@@ -184,7 +186,7 @@ struct history {
     int sinks, rollback;
     std::vector<pair> pairs;
     int step = 0, requantized = 0, prompts = 0, kept = 0, moved = 0, selected = 0, rearranged = 0,
-        spliced = 0, unmoved = 0;
+        spliced = 0, unmoved = 0, lowered = 0;
     double worst = 0.0;
     std::vector<float16> keys, values;
 
@@ -582,6 +584,29 @@ struct history {
                 ids.push_back(p.id);
                 hosts.push_back(&p.host);
             }
+        workspace space;
+        const auto on_the_cpu = [&](std::span<kvq::sequence* const> some, requantize_request h) {
+            for (int layer = 0; layer < c.count(); ++layer) {
+                if (!c.is_latent(layer)) continue;
+                h.first_layer = layer;
+                h.last_layer = layer + 1;
+                requantized +=
+                    static_cast<int>(c.cpu.requantize(some, h, {}, serial_executor{}, space).pages);
+            }
+        };
+        if (any(0, 2) == 0) {
+            const int ages[] = {any(0, 200), any(200, 300)}, formats[] = {c.wide, 0};
+            const cuda::tier tiers[] = {{ages[0], c.names[static_cast<std::size_t>(formats[0])]},
+                                        {ages[1], c.names[static_cast<std::size_t>(formats[1])]}};
+            ok(c.gpu.step_down(ids, tiers, c.stream));
+            for (int i = 0; i < 2; ++i)
+                for (kvq::sequence* const h : hosts)
+                    on_the_cpu(std::span(&h, 1), {.key = formats[i],
+                                                  .last_token = std::max(0, h->tokens() - ages[i]),
+                                                  .only_smaller = true});
+            ++lowered;
+            return;
+        }
         const int format = any(0, 1) * c.wide, first = any(0, 1) * any(0, 300);
         cuda::requantize_request g;
         g.format = c.names[static_cast<std::size_t>(format)];
@@ -590,20 +615,11 @@ struct history {
         g.new_pages = any(0, 2) == 0;
         g.only_smaller = any(0, 3) == 0;
         ok(c.gpu.requantize(ids, g, c.stream));
-        workspace space;
-        for (int layer = 0; layer < c.count(); ++layer)
-            if (c.is_latent(layer))
-                requantized += static_cast<int>(c.cpu
-                                                    .requantize(std::span<kvq::sequence* const>(hosts),
-                                                                {.key = format,
-                                                                 .first_layer = layer,
-                                                                 .last_layer = layer + 1,
-                                                                 .first_token = g.first_token,
-                                                                 .last_token = g.last_token,
-                                                                 .only_smaller = g.only_smaller,
-                                                                 .new_pages = g.new_pages},
-                                                                {}, serial_executor{}, space)
-                                                    .pages);
+        on_the_cpu(hosts, {.key = format,
+                           .first_token = g.first_token,
+                           .last_token = g.last_token,
+                           .only_smaller = g.only_smaller,
+                           .new_pages = g.new_pages});
     }
     bool same_values(const kvq::page& a, const kvq::page& b, tensor role, int dim, int of_heads, int count) {
         const block_shape sa{role, a.tokens, dim}, sb{role, b.tokens, dim};
@@ -665,8 +681,35 @@ struct history {
         pair& p = one();
         compare(p);
         ++moved;
-        if (any(0, 1) == 0) return test::move_by_file(c.gpu, p.id, c.cpu, p.host, c.stream, name, false);
+        if (any(0, 2) == 0) return test::move_by_file(c.gpu, p.id, c.cpu, p.host, c.stream, name, false);
         kvq::sequence away = c.cpu.new_sequence();
+        if (any(0, 1) == 0) {  // to a store of prefixes, on the device or in host memory
+            std::vector<token_id> text(static_cast<std::size_t>(p.host.tokens()) + 1);
+            for (std::size_t i = 0; i < text.size(); ++i) text[i] = static_cast<token_id>(i * i % 101);
+            cuda::prefixes<> store(
+                c.gpu, {.bytes = {.device = any(0, 1) == 0 ? 0 : ~std::size_t{0}}, .min_prefix_tokens = 1});
+            cuda::found_prefix found;
+            ok(store.park(std::span(text).first(text.size() - 1), p.id, c.stream));
+            ok(store.fetch(text, found, c.stream));
+            CHECK(found.tokens == p.host.tokens(), "%s, step %d: %d tokens of %d are a prefix", name, step,
+                  found.tokens, p.host.tokens());
+            p.id = found.id;
+            ok(cuda::offload(c.gpu, p.id, away, c.stream));
+            for (int layer = 0; layer < c.count(); ++layer) {
+                const int n = p.host.tokens(), of_heads = c.heads(layer), channels = c.key_dim(layer);
+                std::vector<float> x[2];
+                for (const kvq::sequence* const from : {&p.host, &away}) {
+                    auto& to = x[from == &away];
+                    to.resize(static_cast<std::size_t>(n * of_heads * channels));
+                    from->dequantize(layer, tensor::key, 0,
+                                     token_view<float>(to.data(), n, of_heads, channels));
+                }
+                CHECK(std::memcmp(x[0].data(), x[1].data(), x[0].size() * sizeof(float)) == 0,
+                      "%s, step %d: a prefix has other keys in layer %d", name, step, layer);
+            }
+            p.host = std::move(away);
+            return;
+        }
         ok(cuda::offload(c.gpu, p.id, away, c.stream));
         ok(c.gpu.free(p.id));
         p.host = std::move(away);
@@ -782,9 +825,10 @@ struct history {
         }
         for (const pair& p : pairs) compare(p);
         std::printf(
-            "  %-28s %d steps, %d prompts, %d drafts, %d pages requantized, %d moves, %d selections, "
-            "%d erases and shifts, %d splices, %d refused, error %.2e\n",
-            name, steps, prompts, kept, requantized, moved, selected, rearranged, spliced, unmoved, worst);
+            "  %-28s %d steps, %d prompts, %d drafts, %d pages requantized, %d steps down, %d moves, "
+            "%d selections, %d erases and shifts, %d splices, %d refused, error %.2e\n",
+            name, steps, prompts, kept, requantized, lowered, moved, selected, rearranged, spliced, unmoved,
+            worst);
     }
 };
 

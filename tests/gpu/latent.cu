@@ -196,6 +196,10 @@ void check_format(const char* name) {
         &worst);
     emulated::device_shared_memory = emulated::most_shared_memory;
 #endif
+#if !defined(__CUDACC__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    check_case<float16, Quantized, Window>(r, {.heads = 100, .lengths = {330, 0, 65}, .holes = true}, name,
+                                           &worst);  // clusters
+#endif
 #ifdef __CUDACC__
     for (const int heads : {1, 8, 16, 128})  // trees: each kernel, within a tile and over two
         for (const int n : {5, 64})

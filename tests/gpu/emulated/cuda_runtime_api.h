@@ -442,13 +442,17 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
         return cudaErrorInvalidConfiguration;
     if (cudaStreamQuery(config->stream) != cudaSuccess) return cudaSuccess;
     emulated_late.finish_before(config->stream);
+    int blocks = 1;  // of a cluster
+    for (unsigned i = 0; i < config->numAttrs; ++i)
+        if (config->attrs[i].id == cudaLaunchAttributeClusterDimension)
+            blocks = static_cast<int>(config->attrs[i].val.clusterDim.x);
     const auto launch = [call = [=] { kernel(static_cast<const std::decay_t<Parameters>&>(arguments)...); },
                          grid = config->gridDim, threads = config->blockDim,
-                         shared_bytes = config->dynamicSmemBytes] {
+                         shared_bytes = config->dynamicSmemBytes, blocks] {
         using kernel_call = decltype(call);
         emulated::run_grid(
             grid, threads, shared_bytes, [](const void* c) { (*static_cast<const kernel_call*>(c))(); },
-            &call);
+            &call, blocks);
     };
     if (config->stream != nullptr && config->stream->capture != nullptr)
         config->stream->capture->push_back(launch);

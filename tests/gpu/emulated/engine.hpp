@@ -6,6 +6,7 @@
 //           tensor cores)
 //   block   the first warp that can runs, up to the next barrier: later warps may wait for parts of earlier
 //           ones
+//   cluster blocks of it run in turn
 //   grid    blocks in the order of their numbers, so a block may wait for parts of earlier ones
 //   device  a thread of the host: kernels of several run at the same time, and may wait for each other
 //
@@ -36,8 +37,9 @@ struct dim3 {
 
 namespace emulated {
 
-inline constexpr int warp_size = 32, exchange_words = 12, barriers = 16;
+inline constexpr int warp_size = 32, exchange_words = 12, barriers = 16, most_cluster = 8;
 inline constexpr std::size_t most_shared_memory = 227 * 1024;
+inline constexpr std::uint32_t block_bytes = 256 * 1024;  // from the memory of a block to the next one's
 /// What the device says that it has, and what launches may ask for: tests may set less.
 inline std::size_t device_shared_memory = most_shared_memory;
 /// What the launch before does to memory: called where a thread lets the next launch start (false) and behind
@@ -76,7 +78,8 @@ public:
             finished_ = finished_groups_ = 0;
         }
     }
-    bool none() const { return finished_ == copies_.size() && finished_groups_ == ends_.size(); }
+    /// A group may be empty.
+    bool none() const { return finished_ == copies_.size(); }
 
 private:
     std::vector<async_copy> copies_;
@@ -125,14 +128,22 @@ struct block_state {
     void (*run)(const void* kernel) = nullptr;
     const void* kernel = nullptr;
     context scheduler = nullptr;
+    dim3 index;
+    int rank = 0;  // in its cluster
+    thread_state *first = nullptr, *end = nullptr;
+};
+/// Threads that wait for all others of their cluster.
+struct cluster_state {
+    int threads = 0, there = 0, phase = 0;
 };
 
 // Threads of the host, which are ranks, run kernels at the same time.
 inline constinit thread_local dim3 threadIdx, blockIdx, blockDim, gridDim;
 inline constinit thread_local block_state* block = nullptr;
 inline constinit thread_local thread_state* thread = nullptr;
+inline thread_local cluster_state cluster;
 /// A block finds nothing useful in the first bytes of shared memory.
-inline void (*spoil_shared_memory)(std::size_t bytes) = [](std::size_t) {};
+inline void (*spoil_shared_memory)(std::size_t bytes, int blocks) = [](std::size_t, int) {};
 inline thread_local std::size_t used_shared_memory =
     most_shared_memory;  ///< what the block before may have written
 
@@ -208,6 +219,17 @@ inline void wait_until(std::function<bool()> there) {
     meet(meeting::block);
 }
 
+/// The current thread waits for those of all blocks of its cluster.
+inline void wait_for_cluster() {
+    cluster_state& c = cluster;
+    const int phase = c.phase;
+    if (++c.there == c.threads) {
+        c.there = 0;
+        ++c.phase;
+    }
+    wait_until([phase] { return cluster.phase != phase; });
+}
+
 /// All lanes' words at a meeting of the warp.
 using exchanged = const std::uint32_t (*)[exchange_words];
 template <class Number, std::size_t Count>
@@ -226,8 +248,9 @@ exchanged exchange(meeting at, Words... words) {
     return exchange_numbers(at, own);
 }
 
-/// Lets threads at barriers go on whose others are there.
-inline void open_barriers(thread_state* first, thread_state* end) {
+/// Lets threads of the current block go on at barriers whose others are there.
+inline void open_barriers() {
+    thread_state *const first = block->first, *const end = block->end;
     for (thread_state* t = first; t != end; ++t) {
         if (!t->waits || !t->until || !t->until()) continue;
         t->until = nullptr;
@@ -269,79 +292,105 @@ inline void make_fiber(thread_state& t) {
     t.own = boost::context::detail::make_fcontext(t.stack.get() + offset + size, size, run_threads);
 }
 
-/// Runs a block, whose threads call run(kernel).
-inline void run_block(const dim3& index, const dim3& grid, const dim3& size, std::size_t shared_bytes,
-                      void (*run)(const void* kernel), const void* kernel) {
+/// Runs the blocks of a cluster, whose threads call run(kernel).
+inline void run_cluster(const dim3& index, int blocks, const dim3& grid, const dim3& size,
+                        std::size_t shared_bytes, void (*run)(const void* kernel), const void* kernel) {
     constexpr std::size_t most_threads = 1024;
     struct fibers {
-        thread_state* const first = new thread_state[most_threads];
-        block_state of_block;
+        thread_state* first[most_cluster] = {};
+        block_state of_block[most_cluster];
         fibers() = default;
         fibers(const fibers&) = delete;
         fibers& operator=(const fibers&) = delete;
         ~fibers() {
-            if (thread == nullptr) delete[] first;  // exit() may be called on a fiber
+            if (thread != nullptr) return;  // exit() may be called on a fiber
+            for (thread_state* const f : first) delete[] f;
         }
     };
     static thread_local fibers of_thread;
-    thread_state* const first = of_thread.first;
-    block_state& own = of_thread.of_block;
-    block = &own;
-    spoil_shared_memory(std::max(shared_bytes, std::exchange(used_shared_memory, shared_bytes)));
-    blockIdx = index;
+    if (blocks > most_cluster) fail("too many blocks of a cluster");
+    spoil_shared_memory(std::max(shared_bytes, std::exchange(used_shared_memory, shared_bytes)), blocks);
     blockDim = size;
     gridDim = grid;
     const std::size_t count = std::size_t{size.x} * size.y * size.z;
     if (count > most_threads) fail("too many threads");
-    thread_state* const end = first + count;
-    own.warps.resize((count + warp_size - 1) / warp_size);
-    std::memset(static_cast<void*>(own.warps.data()), 0xff, own.warps.size() * sizeof(warp_state));
-    own.live = static_cast<int>(count);
-    for (barrier_state& b : own.barriers) b = {};  // some may have arrived for whom none has waited
-    own.run = run;
-    own.kernel = kernel;
-    for (std::size_t i = 0; i < own.warps.size(); ++i) {
-        warp_state& w = own.warps[i];
-        w.first = first + i * warp_size;
-        w.end = std::min(w.first + warp_size, end);
-        w.live = static_cast<int>(w.end - w.first);
-        w.waiting = 0;
-        w.at = meeting::none;
+    cluster = {static_cast<int>(count) * blocks, 0, 0};
+    for (int rank = 0; rank < blocks; ++rank) {
+        if (of_thread.first[rank] == nullptr) of_thread.first[rank] = new thread_state[most_threads];
+        thread_state* const first = of_thread.first[rank];
+        block_state& own = of_thread.of_block[rank];
+        own.index = {index.x + static_cast<unsigned>(rank), index.y, index.z};
+        own.rank = rank;
+        own.first = first;
+        own.end = first + count;
+        own.warps.resize((count + warp_size - 1) / warp_size);
+        std::memset(static_cast<void*>(own.warps.data()), 0xff, own.warps.size() * sizeof(warp_state));
+        own.live = static_cast<int>(count);
+        for (barrier_state& b : own.barriers) b = {};  // some may have arrived for whom none has waited
+        own.run = run;
+        own.kernel = kernel;
+        for (std::size_t i = 0; i < own.warps.size(); ++i) {
+            warp_state& w = own.warps[i];
+            w.first = first + i * warp_size;
+            w.end = std::min(w.first + warp_size, own.end);
+            w.live = static_cast<int>(w.end - w.first);
+            w.waiting = 0;
+            w.at = meeting::none;
+        }
+        for (std::size_t i = 0; i < count; ++i) {
+            thread_state& t = first[i];
+            t.number = static_cast<int>(i);
+            t.lane = t.number % warp_size;
+            t.index = {static_cast<unsigned>(i) % size.x, static_cast<unsigned>(i) / size.x % size.y,
+                       static_cast<unsigned>(i) / size.x / size.y};
+            t.warp = &own.warps[i / warp_size];
+            t.done = t.waits = false;
+            t.turn = 0;
+            if (t.own == nullptr) make_fiber(t);
+        }
     }
-    for (std::size_t i = 0; i < count; ++i) {
-        thread_state& t = first[i];
-        t.number = static_cast<int>(i);
-        t.lane = t.number % warp_size;
-        t.index = {static_cast<unsigned>(i) % size.x, static_cast<unsigned>(i) / size.x % size.y,
-                   static_cast<unsigned>(i) / size.x / size.y};
-        t.warp = &own.warps[i / warp_size];
-        t.done = t.waits = false;
-        t.turn = 0;
-        if (t.own == nullptr) make_fiber(t);
+    const auto enter = [](block_state& b) {
+        block = &b;
+        blockIdx = b.index;
+    };
+    for (bool live = true; live;) {
+        live = false;
+        bool ran = false;
+        for (int rank = 0; rank < blocks; ++rank) {
+            block_state& own = of_thread.of_block[rank];
+            if (own.live == 0) continue;
+            live = true;
+            const auto warp = std::find_if(own.warps.begin(), own.warps.end(),
+                                           [](const warp_state& w) { return w.live > 0 && w.waiting == 0; });
+            if (warp == own.warps.end()) continue;
+            enter(own);
+            warp->at = meeting::none;
+            thread = warp->first;
+            while (thread->done) ++thread;
+            threadIdx = thread->index;
+            go_on(own.scheduler, thread->own);
+            for (int other = 0; other < blocks; ++other) {
+                enter(of_thread.of_block[other]);
+                open_barriers();
+            }
+            ran = true;
+        }
+        if (live && !ran) fail("threads wait at barriers for each other");
     }
-    while (own.live > 0) {
-        const auto warp = std::find_if(own.warps.begin(), own.warps.end(),
-                                       [](const warp_state& w) { return w.live > 0 && w.waiting == 0; });
-        if (warp == own.warps.end()) fail("threads wait at barriers for each other");
-        warp->at = meeting::none;
-        thread = warp->first;
-        while (thread->done) ++thread;
-        threadIdx = thread->index;
-        go_on(own.scheduler, thread->own);
-        open_barriers(first, end);
-    }
-    for (const thread_state* t = first; t != end; ++t)
-        if (!t->copies.none()) fail("copies are still under way at the end of the kernel");
+    for (int rank = 0; rank < blocks; ++rank)
+        for (const thread_state* t = of_thread.of_block[rank].first; t != of_thread.of_block[rank].end; ++t)
+            if (!t->copies.none()) fail("copies are still under way at the end of the kernel");
     block = nullptr;
     thread = nullptr;
 }
 
-/// Every block of a kernel, one after the other.
+/// Every block of a kernel, one cluster after the other.
 inline void run_grid(const dim3& grid, const dim3& size, std::size_t shared_bytes,
-                     void (*run)(const void* kernel), const void* kernel) {
+                     void (*run)(const void* kernel), const void* kernel, int cluster_blocks = 1) {
     for (unsigned z = 0; z < grid.z; ++z)
         for (unsigned y = 0; y < grid.y; ++y)
-            for (unsigned x = 0; x < grid.x; ++x) run_block({x, y, z}, grid, size, shared_bytes, run, kernel);
+            for (unsigned x = 0; x < grid.x; x += static_cast<unsigned>(cluster_blocks))
+                run_cluster({x, y, z}, cluster_blocks, grid, size, shared_bytes, run, kernel);
 }
 
 }  // namespace emulated

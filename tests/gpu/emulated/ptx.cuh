@@ -17,12 +17,17 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 // Where the dynamic shared memory of a block lies: kernels declare these names.
 alignas(128) inline thread_local std::byte shared[emulated::most_shared_memory];
-alignas(128) inline thread_local std::byte page_memory[emulated::most_shared_memory];
+alignas(128) inline thread_local std::byte page_memory[emulated::most_cluster * emulated::block_bytes];
+inline constexpr std::uint32_t block_bytes = emulated::block_bytes,
+                               declared_bytes = emulated::most_cluster * block_bytes;
+inline std::uint32_t own_part() {
+    return emulated::block == nullptr ? 0 : static_cast<std::uint32_t>(emulated::block->rank) * block_bytes;
+}
 
 inline const bool spoils = [] {
-    emulated::spoil_shared_memory = [](std::size_t bytes) {
+    emulated::spoil_shared_memory = [](std::size_t bytes, int blocks) {
         std::memset(shared, 0xff, bytes);
-        std::memset(page_memory, 0xff, bytes);
+        for (int i = 0; i < blocks; ++i) std::memset(page_memory + i * block_bytes, 0xff, bytes);
     };
     return true;
 }();
@@ -233,9 +238,8 @@ inline float flushed(float x) { return std::abs(x) < 1.17549435e-38f ? 0.0f : x;
 inline float exp2_fast(float x) { return flushed(std::exp2(x)); }
 inline float reciprocal(float x) { return flushed(1.0f / x); }
 
-// Shared memory, by address. What kernels declare themselves, beside the dynamic part, lies behind it, 1 MB
+// Shared memory, by address. What kernels declare themselves, beside the dynamic part, lies behind it, 2 MB
 // for each name.
-inline constexpr std::uint32_t declared_bytes = 1u << 20;
 inline std::vector<std::byte*> declared;
 
 inline std::byte* at_shared(std::uint32_t at, std::size_t bytes) {
@@ -261,10 +265,10 @@ inline std::uint32_t shared_address(const void* p) {
         return static_cast<std::uint32_t>(at - shared);
     for (std::size_t i = 0; i < declared.size(); ++i)
         if (at >= declared[i] && at < declared[i] + emulated::most_shared_memory)
-            return static_cast<std::uint32_t>(i + 1) * declared_bytes +
+            return static_cast<std::uint32_t>(i + 1) * declared_bytes + own_part() +
                    static_cast<std::uint32_t>(at - declared[i]);
     declared.push_back(const_cast<std::byte*>(at));
-    return static_cast<std::uint32_t>(declared.size()) * declared_bytes;
+    return static_cast<std::uint32_t>(declared.size()) * declared_bytes + own_part();
 }
 inline uint4 load_shared_16(std::uint32_t at) { return read_shared<uint4>(at); }
 inline uint2 load_shared_8(std::uint32_t at) { return read_shared<uint2>(at); }
@@ -368,5 +372,14 @@ inline void launch_dependents() {
 inline void wait_for_predecessor() {
     if (emulated::predecessor) emulated::predecessor(true);
 }
+
+inline int cluster_rank() { return emulated::block->rank; }
+inline void cluster_wait() { emulated::wait_for_cluster(); }
+template <class T>
+T* in_block(int rank, T* p) {
+    auto* const at = const_cast<std::byte*>(reinterpret_cast<const std::byte*>(p));
+    return reinterpret_cast<T*>(at + (static_cast<std::ptrdiff_t>(rank) - cluster_rank()) * block_bytes);
+}
+inline std::byte* own_memory(std::byte* dynamic) { return dynamic + own_part(); }
 
 }}}  // namespace kvq::cuda::detail

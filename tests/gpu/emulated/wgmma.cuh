@@ -1,7 +1,7 @@
 // The instructions of include/kvq/cuda/arch/wgmma.cuh on the CPU that latent attention uses, where a program
 // says that it has code for sm_90a (__CUDA_ARCH_FEAT_SM90_ALL). A product is done where it is asked for:
-// whoever asks too early finds NaN, but whoever forgets to wait for it is not found. Clusters are not
-// emulated.
+// whoever asks too early finds NaN, but whoever forgets to wait for it is not found. Copies to the other
+// block of a cluster take place when they are waited for.
 #pragma once
 
 #include "architecture.cuh"
@@ -12,12 +12,13 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 // Beside those of ptx.cuh: where kernels with the 128-byte swizzle have their shared memory.
-alignas(1024) inline thread_local std::byte swizzled_memory[emulated::most_shared_memory];
+alignas(1024) inline thread_local std::byte swizzled_memory[emulated::most_cluster * block_bytes];
 
 inline const bool spoils_swizzled = [] {
-    emulated::spoil_shared_memory = [](std::size_t bytes) {
-        for (std::byte* const memory : {shared, page_memory, swizzled_memory})
-            std::memset(memory, 0xff, bytes);
+    emulated::spoil_shared_memory = [](std::size_t bytes, int blocks) {
+        std::memset(shared, 0xff, bytes);
+        for (std::byte* const memory : {page_memory, swizzled_memory})
+            for (int i = 0; i < blocks; ++i) std::memset(memory + i * block_bytes, 0xff, bytes);
     };
     return spoils;
 }();
@@ -59,7 +60,7 @@ inline float operand_number(std::uint64_t operand, bool transposed, int i, int k
     if (at + 2 > static_cast<int>(emulated::most_shared_memory))
         emulated::fail("a product reads behind shared memory");
     std::uint16_t bits;
-    std::memcpy(&bits, swizzled_memory + at, sizeof bits);
+    std::memcpy(&bits, swizzled_memory + own_part() + at, sizeof bits);
     return floats[bits];
 }
 /// Every thread has its own numbers of D.
@@ -93,14 +94,20 @@ void multiply_shared(float (&d)[N], std::uint64_t a, std::uint64_t b) {
     multiply(d, a, b, Accumulate, false, Transposed);
 }
 
+/// The same with 256 columns, B transposed.
+inline void multiply_shared_wide(float (&d)[128], std::uint64_t a, std::uint64_t b) {
+    multiply(d, a, b, true, false, true);
+}
+
 /// A from registers of the lanes.
-inline void multiply_registers(float (&d)[32], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2,
-                               std::uint32_t a3, std::uint64_t b) {
+template <bool Transposed = false, int N>
+void multiply_registers(float (&d)[N], std::uint32_t a0, std::uint32_t a1, std::uint32_t a2, std::uint32_t a3,
+                        std::uint64_t b) {
     const auto all = emulated::exchange(emulated::meeting::product, a0, a1, a2, a3, 0u, 0u);
     const int g = emulated::thread->lane / 4, t = emulated::thread->lane % 4;
-    for (int i = 0; i < 16; ++i)
+    for (int i = 0; i < N / 2; ++i)
         for (int k = 0; k < 16; ++k) {
-            const float x = operand_number(b, false, i / 2 * 8 + 2 * t + i % 2, k);
+            const float x = operand_number(b, Transposed, i / 2 * 8 + 2 * t + i % 2, k);
             for (int r = 0; r < 2; ++r) {
                 const std::uint32_t two = all[static_cast<std::size_t>(4 * g + k % 8 / 2)][r + k / 8 * 2];
                 d[i / 2 * 4 + 2 * r + i % 2] +=
@@ -109,43 +116,70 @@ inline void multiply_registers(float (&d)[32], std::uint32_t a0, std::uint32_t a
         }
 }
 
-/// What a barrier in shared memory holds.
-struct phase_barrier {
-    std::uint16_t arrivals, missing;
-    std::uint32_t phase;
+/// Copies to another block of the cluster that are under way.
+struct bulk_copy {
+    std::uint32_t to, from;
+    int bytes;
+    std::uint32_t barrier;
 };
-inline void barrier_init(std::uint32_t at, int arrivals) {
-    const auto n = static_cast<std::uint16_t>(arrivals);
-    write_shared(at, phase_barrier{n, n, 0});
-}
-inline void barrier_arrive(std::uint32_t at) {
+inline thread_local std::vector<bulk_copy> bulk_copies;
+
+/// What a barrier in shared memory holds. bytes: that are still to come.
+struct phase_barrier {
+    std::uint8_t arrivals, missing;
+    std::uint16_t phase;
+    std::int32_t bytes;
+};
+template <class F>
+void change_barrier(std::uint32_t at, F&& f) {
     auto b = read_shared<phase_barrier>(at);
-    if (--b.missing == 0) {
+    f(b);
+    if (b.missing == 0 && b.bytes == 0) {
         b.missing = b.arrivals;
         ++b.phase;
     }
     write_shared(at, b);
 }
-inline void barrier_wait(std::uint32_t at, std::uint32_t parity) {
-    emulated::wait_until([=] { return (read_shared<phase_barrier>(at).phase & 1u) != parity; });
+inline void barrier_init(std::uint32_t at, int arrivals) {
+    const auto n = static_cast<std::uint8_t>(arrivals);
+    write_shared(at, phase_barrier{n, n, 0, 0});
+}
+inline void barrier_arrive(std::uint32_t at) {
+    change_barrier(at, [](phase_barrier& b) { --b.missing; });
+}
+inline void barrier_expect(std::uint32_t at, int bytes) {
+    change_barrier(at, [&](phase_barrier& b) {
+        --b.missing;
+        b.bytes += bytes;
+    });
 }
 inline bool barrier_passed(std::uint32_t at, std::uint32_t parity) {
     return (read_shared<phase_barrier>(at).phase & 1u) != parity;
 }
+/// Finishes the copies that a barrier counts.
+inline void finish_copies(std::uint32_t barrier) {
+    const std::vector<bulk_copy> all = std::exchange(bulk_copies, {});
+    for (const bulk_copy& c : all)
+        if (c.barrier != barrier) {
+            bulk_copies.push_back(c);
+        } else {
+            std::memcpy(at_shared(c.to, 16), at_shared(c.from, 16), static_cast<std::size_t>(c.bytes));
+            change_barrier(barrier, [&](phase_barrier& b) { b.bytes -= c.bytes; });
+        }
+}
+inline void barrier_wait(std::uint32_t at, std::uint32_t parity) {
+    emulated::wait_until([=] {
+        if (!barrier_passed(at, parity)) finish_copies(at);
+        return barrier_passed(at, parity);
+    });
+}
 
-// Kernels with clusters compile, and are not run.
-[[noreturn]] inline void no_clusters() { emulated::fail("clusters are not emulated"); }
-inline int cluster_rank() { no_clusters(); }
-inline void cluster_wait() { no_clusters(); }
-inline std::uint32_t place_in(int, std::uint32_t) { no_clusters(); }
-inline void barrier_arrive_cluster(std::uint32_t) { no_clusters(); }
-inline void barrier_expect(std::uint32_t, int) { no_clusters(); }
-inline void copy_bulk_to(std::uint32_t, std::uint32_t, int, std::uint32_t) { no_clusters(); }
-inline void multiply_shared_wide(float (&)[128], std::uint64_t, std::uint64_t) { no_clusters(); }
-template <bool Transposed, int N>
-void multiply_registers(float (&)[N], std::uint32_t, std::uint32_t, std::uint32_t, std::uint32_t,
-                        std::uint64_t) {
-    no_clusters();
+inline std::uint32_t place_in(int rank, std::uint32_t at) {
+    return at - at % declared_bytes + static_cast<std::uint32_t>(rank) * block_bytes + at % block_bytes;
+}
+inline void barrier_arrive_cluster(std::uint32_t there) { barrier_arrive(there); }
+inline void copy_bulk_to(std::uint32_t to, std::uint32_t from, int bytes, std::uint32_t barrier) {
+    bulk_copies.push_back({to, from, bytes, barrier});
 }
 inline int read_lane() { return emulated::thread->lane; }
 

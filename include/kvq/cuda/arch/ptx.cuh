@@ -430,4 +430,33 @@ __device__ __forceinline__ void wait_for_predecessor() {
 #endif
 }
 
+// Clusters: thread blocks of sm_90 and later that see each other's shared memory.
+__device__ __forceinline__ int cluster_rank() {
+    std::uint32_t rank = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
+#endif
+    return static_cast<int>(rank);
+}
+/// Waits for all threads of the cluster; barriers initialized before are then known to all.
+__device__ __forceinline__ void cluster_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile(
+        "fence.mbarrier_init.release.cluster;\n"
+        "barrier.cluster.arrive.release.aligned;\n"
+        "barrier.cluster.wait.acquire.aligned;" ::
+            : "memory");
+#endif
+}
+/// What stands at this place of shared memory in a block of the cluster.
+template <class T>
+__device__ __forceinline__ T* in_block(int rank, T* p) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm("mapa.u64 %0, %1, %2;" : "=l"(p) : "l"(p), "r"(rank));
+#endif
+    return p;
+}
+/// Dynamic shared memory of this block (emulated: of its part of that of the cluster).
+__device__ __forceinline__ std::byte* own_memory(std::byte* dynamic) { return dynamic; }
+
 }}}  // namespace kvq::cuda::detail

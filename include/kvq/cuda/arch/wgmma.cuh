@@ -281,20 +281,7 @@ __device__ __forceinline__ bool barrier_passed(std::uint32_t at, std::uint32_t p
     return __all_sync(0xffffffffu, passed != 0);
 }
 
-// Clusters: thread blocks that see each other's shared memory.
-__device__ __forceinline__ int cluster_rank() {
-    std::uint32_t rank;
-    asm("mov.u32 %0, %cluster_ctarank;" : "=r"(rank));
-    return static_cast<int>(rank);
-}
-/// Waits for all threads of the cluster; barriers initialized before are then known to all.
-__device__ __forceinline__ void cluster_wait() {
-    asm volatile(
-        "fence.mbarrier_init.release.cluster;\n"
-        "barrier.cluster.arrive.release.aligned;\n"
-        "barrier.cluster.wait.acquire.aligned;" ::
-            : "memory");
-}
+// Clusters (ptx.cuh).
 /// The same place in the shared memory of a block of the cluster.
 __device__ __forceinline__ std::uint32_t place_in(int rank, std::uint32_t at) {
     std::uint32_t there;
