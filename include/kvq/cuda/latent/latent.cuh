@@ -159,7 +159,8 @@ status launch_latents(Launch, Args args, void* workspace, std::size_t workspace_
         !s)
         return s;
     return launch("launching the merge of latent attention", overlap::yes, merge_latents_kernel<Args>,
-                  dim3(static_cast<unsigned>(args.a.rows), static_cast<unsigned>(sequences)),
+                  dim3(static_cast<unsigned>(kvq::detail::ceil_div(args.a.rows, merge_latents_threads / 32)),
+                       static_cast<unsigned>(sequences)),
                   merge_latents_threads, 0, stream, args);
 }
 

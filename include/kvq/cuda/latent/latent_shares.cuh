@@ -297,23 +297,27 @@ __device__ __forceinline__ std::uint64_t shown_of_tile(const cache_part<Pair>& p
 
 inline constexpr int merge_latents_threads = 128;
 
-/// Merges the pieces of a row and writes it; see finish_channels. A thread block has a query row of a
-/// sequence.
+/// Merges the pieces of rows and writes them; see finish_channels. A warp has a query row of a sequence.
 template <class Args>
 __global__ void __launch_bounds__(merge_latents_threads)
     merge_latents_kernel(const __grid_constant__ Args args) {
-    constexpr int dim = Args::first_pair::value_dim;
+    constexpr int dim = Args::first_pair::value_dim, own = dim % 128 == 0 ? 4 : 2,
+                  steps = ceil_div(dim, 32 * own);
     wait_for_predecessor();
     const auto& a = args.a;
-    const int row = static_cast<int>(blockIdx.x), sequence = static_cast<int>(blockIdx.y),
-              thread = static_cast<int>(threadIdx.x);
-    const int row_block = row / args.block_rows, own = row - row_block * args.block_rows,
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32,
+              sequence = static_cast<int>(blockIdx.y),
+              row = static_cast<int>(blockIdx.x) * (merge_latents_threads / 32) + thread / 32;
+    if (row >= a.rows) return;
+    const int row_block = row / args.block_rows, of_block = row - row_block * args.block_rows,
               item = sequence * args.row_blocks + row_block;
     const share_bounds bounds = args.bounds[item];
     const int token = a.row_token(sequence, row), head = a.row_head(0, row);
     float top = -INFINITY, sum = 0.0f;
-    for (int share = bounds.first; share <= bounds.last; ++share)
-        top = fmaxf(top, args.state(item + share, own)[0]);
+    for (int share = bounds.first + lane; share <= bounds.last; share += 32)
+        top = fmaxf(top, args.state(item + share, of_block)[0]);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
     if (args.sink_logits != nullptr) {
         const std::size_t at = static_cast<std::size_t>(token) * static_cast<std::size_t>(a.q.heads) +
                                static_cast<std::size_t>(head);
@@ -325,28 +329,31 @@ __global__ void __launch_bounds__(merge_latents_threads)
             sum = exp2_fast(sink - top);
         }
     }
-    float output[ceil_div(dim, 2 * merge_latents_threads)][2] = {};
+    struct alignas(own * sizeof(float)) numbers {
+        float x[own];
+    };
+    float output[steps][own] = {};
 #pragma unroll 4
     for (int share = bounds.first; share <= bounds.last; ++share) {
-        const float* const state = args.state(item + share, own);
+        const float* const state = args.state(item + share, of_block);
         const float factor = state[0] == -INFINITY ? 0.0f : exp2_fast(state[0] - top);
         sum = fmaf(state[1], factor, sum);
 #pragma unroll
-        for (int i = 0; i < ceil_div(dim, 2 * merge_latents_threads); ++i) {
-            const int channel = (i * merge_latents_threads + thread) * 2;
+        for (int i = 0; i < steps; ++i) {
+            const int channel = (i * 32 + lane) * own;
             if (channel >= dim) break;
-            const float2 v = *reinterpret_cast<const float2*>(state + state_header + channel);
-            output[i][0] = fmaf(v.x, factor, output[i][0]);
-            output[i][1] = fmaf(v.y, factor, output[i][1]);
+            const auto v = *reinterpret_cast<const numbers*>(state + state_header + channel);
+#pragma unroll
+            for (int k = 0; k < own; ++k) output[i][k] = fmaf(v.x[k], factor, output[i][k]);
         }
     }
 #pragma unroll
-    for (int i = 0; i < ceil_div(dim, 2 * merge_latents_threads); ++i) {
-        const int channel = (i * merge_latents_threads + thread) * 2;
+    for (int i = 0; i < steps; ++i) {
+        const int channel = (i * 32 + lane) * own;
         if (channel < dim) finish_channels(a, token, head, channel, top, sum, output[i]);
     }
-    __syncthreads();
-    if (thread == 0) finish_header(a, token, head, top, sum);
+    __syncwarp();
+    if (lane == 0) finish_header(a, token, head, top, sum);
 }
 
 }}}  // namespace kvq::cuda::detail

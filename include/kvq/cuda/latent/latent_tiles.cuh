@@ -96,20 +96,21 @@ struct latent_runs {
 };
 
 /// The units of some channels of a tile. Pair: of their blocks, which are so many bytes behind those of runs.
-template <class Pair, int Channels, std::size_t Behind>
+/// Whole: units of codes of 8 bits have all tokens, too.
+template <class Pair, int Channels, std::size_t Behind, bool Whole>
 struct latent_units {
     using S = typename Pair::keys;
     using traits = word_traits<S>;
     static constexpr bool full = full_precision<S>, records = token_record_scheme<S>;
     static constexpr block_shape shape = Pair::key_shape();
     static constexpr int page = Pair::page_tokens, dim = shape.dim;
-    static constexpr bool wide_codes = [] {
-        if constexpr (full || records)
+    static constexpr bool half_codes = [] {
+        if constexpr (Whole || full || records)
             return false;
         else
             return traits::units_per_word(0) == 1;
     }();
-    static constexpr bool halves = full || wide_codes;
+    static constexpr bool halves = full || half_codes;
     static constexpr int of_block = halves ? 2 : 1, count = Channels / 64 * of_block;  // of 64 channels
 
     /// Asks for what pages have of a unit.
@@ -140,7 +141,7 @@ struct latent_units {
 #pragma unroll
                 for (int i = 0; i < 2 / of_block; ++i)
                     clear(place(tile, unit) + i * 4096u,
-                          static_cast<std::uint32_t>(shown >> (wide_codes ? unit % 2 : i) * 32), own.lane);
+                          static_cast<std::uint32_t>(shown >> (half_codes ? unit % 2 : i) * 32), own.lane);
         }
     }
 
@@ -277,7 +278,7 @@ private:
     /// The run of part `i` of a unit.
     template <class Runs>
     __device__ __forceinline__ static latent_run run_of(const Runs& runs, int unit, int i) {
-        if constexpr (wide_codes)
+        if constexpr (half_codes)
             return unit % 2 == 0 ? runs.run[0] : runs.run[1];
         else
             return runs.run[i];
@@ -479,14 +480,15 @@ private:
     }
 };
 
-/// All units of a tile of pages of Pair: those of its first block, then those of its second one.
-template <class Pair>
+/// All units of a tile of pages of Pair: those of its first block, then those of its second one. Whole: of
+/// the first block.
+template <class Pair, bool Whole = false>
 struct tile_units {
     static constexpr bool two = Pair::second_channels > 0;
-    using first = latent_units<typename Pair::first_pair, Pair::first_channels, 0>;
+    using first = latent_units<typename Pair::first_pair, Pair::first_channels, 0, Whole>;
     using second =
         latent_units<std::conditional_t<two, typename Pair::second_pair, typename Pair::first_pair>,
-                     two ? Pair::second_channels : 64, Pair::second_block>;
+                     two ? Pair::second_channels : 64, Pair::second_block, false>;
     static constexpr int count = first::count + (two ? second::count : 0);
     static constexpr std::uint32_t second_tile = Pair::first_channels * latent_tile * 2;
 

@@ -45,9 +45,11 @@ private:
     template <class Part>
     __device__ __forceinline__ void tiles(const Part& part, int sequence, int first, int end) {
         using pair = typename Part::pair_type;
-        constexpr bool two = tile_units<pair>::two;
-        using units = typename tile_units<pair>::first;
-        using second_units = typename tile_units<pair>::second;
+        // Warps of a cluster have registers for 64 tokens of 8 bits.
+        using all_units = tile_units<pair, Shape::cluster == 2>;
+        constexpr bool two = all_units::two;
+        using units = typename all_units::first;
+        using second_units = typename all_units::second;
         constexpr int per_first = units::of_block, per_second = second_units::of_block,
                       first_blocks = pair::first_channels / 64, blocks = dim / 64;
         // Of a block of the cluster: channels 256 rank to 256 rank + 255; of a ninth block of 64 channels
