@@ -279,24 +279,22 @@ struct register_ops<Arch> {
         _mm512_storeu_ps(out, _mm512_shuffle_ps(x, y, 0x88));
         _mm512_storeu_ps(out + 16, _mm512_shuffle_ps(x, y, 0xdd));
     }
-    /// The first n of Parts equal parts, step bytes apart, then the last of them again.
-    template <int Parts>
-    static KVQ_INLINE ints load_parts(const std::byte* p, std::ptrdiff_t step, int n) {
-        const auto from = [&](int i) KVQ_INLINE_LAMBDA { return p + (i < n ? i : n - 1) * step; };
-        if constexpr (Parts == 2) {
-            const auto part = [&](int i) KVQ_INLINE_LAMBDA {
-                return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from(i)));
-            };
-            return _mm512_inserti64x4(_mm512_castsi256_si512(part(0)), part(1), 1);
-        } else {
-            static_assert(Parts == 4);
-            const auto part = [&](int i) KVQ_INLINE_LAMBDA {
-                return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from(i)));
-            };
-            const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(part(0)), part(1), 1),
-                          high = _mm256_inserti128_si256(_mm256_castsi128_si256(part(2)), part(3), 1);
-            return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-        }
+    /// Equal parts: at p, and as many bytes behind it.
+    static KVQ_INLINE ints load_parts(const std::byte* p, const std::ptrdiff_t (&behind)[1]) {
+        const auto part = [](const std::byte* at) KVQ_INLINE_LAMBDA {
+            return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+        };
+        return _mm512_inserti64x4(_mm512_castsi256_si512(part(p)), part(p + behind[0]), 1);
+    }
+    static KVQ_INLINE ints load_parts(const std::byte* p, const std::ptrdiff_t (&behind)[3]) {
+        const auto part = [](const std::byte* at) KVQ_INLINE_LAMBDA {
+            return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+        };
+        const auto two = [&](const std::byte* a, const std::byte* b) KVQ_INLINE_LAMBDA {
+            return _mm256_inserti128_si256(_mm256_castsi128_si256(part(a)), part(b), 1);
+        };
+        return _mm512_inserti64x4(_mm512_castsi256_si512(two(p, p + behind[0])),
+                                  two(p + behind[1], p + behind[2]), 1);
     }
     /// The low halves of the 128-bit lanes of two vectors side by side, and the high ones.
     static KVQ_INLINE void split_lanes(ints (&v)[2]) {

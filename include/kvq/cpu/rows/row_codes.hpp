@@ -76,24 +76,40 @@ struct code_rows {
 /// The largest magnitude of what codes are multiplied with: high bytes end at 127.
 inline constexpr float code_operand_limit = 32512.0f;
 
-/// A vector of codes, `words` of them: rows, or the parts of it between their scales.
+/// Vector v of the codes of rows, or of the parts of it between their scales; fewer words in the last one.
 template <class Lanes, bool Nibbles>
-struct code_loader {
+class code_loader {
+public:
     using ints = typename Lanes::ints;
-    static constexpr int width = Lanes::width, part_words = Nibbles ? 4 : 8, parts = width / part_words;
-    const row_pass& r;
-    const int words = r.dim / (Nibbles ? 8 : 4), vectors = (words + width - 1) / width;
-    /// Bytes from a vector to the next.
-    const int part_bytes = r.front > 0 ? r.chunk_bytes : 4 * part_words, vector_bytes = parts * part_bytes;
+    static constexpr int part_words = Nibbles ? 4 : 8, parts = Lanes::width / part_words;
 
-    int words_of(int v) const { return detail::smaller(width, words - v * width); }
-    KVQ_INLINE ints load(const std::byte* row, int v) const {
-        const std::byte* const from = row + std::ptrdiff_t{v} * vector_bytes + r.front;
-        const int n = words_of(v);
-        if (r.front > 0) return Lanes::template load_parts<parts>(from, part_bytes, n / part_words);
-        return n == width ? Lanes::load(from) : Lanes::load(from, n);
+    code_loader(const row_pass& r, int v)
+        : words_(detail::smaller(Lanes::width, r.dim / (Nibbles ? 8 : 4) - v * Lanes::width)),
+          in_parts_(r.front > 0),
+          at_(std::ptrdiff_t{v} * parts * (in_parts_ ? r.chunk_bytes : 4 * part_words) + r.front) {
+        for (int i = 1; i < parts; ++i)
+            part_[i - 1] = std::ptrdiff_t{detail::smaller(i, words_ / part_words - 1)} * r.chunk_bytes;
     }
+    KVQ_INLINE ints load(const std::byte* row) const {
+        if (in_parts_) return Lanes::load_parts(row + at_, part_);
+        return words_ == Lanes::width ? Lanes::load(row + at_) : Lanes::load(row + at_, words_);
+    }
+
+private:
+    int words_;
+    bool in_parts_;
+    std::ptrdiff_t at_, part_[parts - 1];
 };
+
+/// Vectors of a row, and bytes of one that is turned, of a vector of tokens.
+template <class Lanes>
+constexpr int row_vectors_of(int dim, bool nibbles) noexcept {
+    return detail::ceil_div(dim, (nibbles ? 8 : 4) * Lanes::width);
+}
+template <class Lanes>
+constexpr int turned_bytes(bool nibbles) noexcept {
+    return (nibbles ? 8 : 4) * Lanes::width * Lanes::width;
+}
 
 /// Bytes of 128 channels: of half bytes, of a vector.
 inline int bytes_of_128(const row_pass& r, bool nibbles) {
@@ -120,35 +136,37 @@ KVQ_INLINE typename Lanes::ints table_of(const code_rows& codes) {
         return Lanes::splat(static_cast<std::int32_t>(0x80808080u));
 }
 
-/// Of tokens [first, end).
+/// Two vectors of tokens, from `first` on.
 template <class Lanes, bool Nibbles>
-KVQ_NOINLINE void turn_keys(const row_pass& pass, const code_rows& codes, int first, int end,
-                            std::byte* out) {
+KVQ_NOINLINE void turn_keys(const row_pass& pass, const code_rows& codes, int first, std::byte* out) {
     using ints = typename Lanes::ints;
-    constexpr int width = Lanes::width, bytes = 4 * width;
+    constexpr int width = Lanes::width, bytes = 4 * width, turned = turned_bytes<Lanes>(Nibbles);
     const row_pass r = pass;
-    const code_loader<Lanes, Nibbles> loader{r};
     const ints table = table_of<Lanes, Nibbles>(codes);
-    for (int t = first; t < end; t += width)
-        for (int v = 0; v < loader.vectors; ++v) {
+    const int vectors = row_vectors_of<Lanes>(r.dim, Nibbles);
+    // In this order compilers do not keep the addresses of all rows.
+    for (int v = 0; v < vectors; ++v) {
+        const code_loader<Lanes, Nibbles> loader(r, v);
+        for (int k = 0; k < 2; ++k) {
+            const std::byte* const* const rows = r.rows + first + k * width;
+            std::byte* to = out + (k * vectors + v) * turned;
             ints words[width];
             KVQ_UNROLL
-            for (int k = 0; k < width; ++k) {
-                words[k] = loader.load(r.rows[t + k], v);
+            for (int i = 0; i < width; ++i) {
+                words[i] = loader.load(rows[i]);
             }
             Lanes::transpose(words);
-            const int n = loader.words_of(v);
             KVQ_UNROLL
             for (int j = 0; j < width; ++j) {
-                if (j >= n) break;
-                Lanes::store(out, codes_of<Lanes, Nibbles>(words[j], table));
-                out += bytes;
+                Lanes::store(to, codes_of<Lanes, Nibbles>(words[j], table));
+                to += bytes;
                 if constexpr (Nibbles) {
-                    Lanes::store(out, codes_of<Lanes, true>(Lanes::template shift_right<4>(words[j]), table));
-                    out += bytes;
+                    Lanes::store(to, codes_of<Lanes, true>(Lanes::template shift_right<4>(words[j]), table));
+                    to += bytes;
                 }
             }
         }
+    }
 }
 
 /// Bytes of two tokens in a vector of half bytes of rows.
@@ -161,7 +179,7 @@ template <class Lanes>
 KVQ_NOINLINE void pair_values(const row_pass& pass, const code_rows& codes, int v, std::byte* out) {
     using ints = typename Lanes::ints;
     const row_pass r = pass;
-    const code_loader<Lanes, true> loader{r};
+    const code_loader<Lanes, true> loader(r, v);
     const std::uint32_t back = (256u - static_cast<std::uint32_t>(codes.offset)) * 0x01010101u;
     const ints table =
         Lanes::add_bytes(Lanes::sixteen_bytes(codes.table),
@@ -171,7 +189,7 @@ KVQ_NOINLINE void pair_values(const row_pass& pass, const code_rows& codes, int 
         ints two[2];
         KVQ_UNROLL
         for (int k = 0; k < 2; ++k) {
-            two[k] = loader.load(r.rows[t + k], v);
+            two[k] = loader.load(r.rows[t + k]);
         }
         Lanes::interleave_bytes(two);
         KVQ_UNROLL
@@ -241,12 +259,14 @@ KVQ_NOINLINE void begin_code_operands(const code_rows& codes, const float* x, st
     }
 }
 
-/// Of two vectors of tokens, for which operands are loaded once. scales, minima: of their first token. next:
-/// their rows that are prefetched meanwhile, a row with each word; bytes_of_next: of 128 channels.
+/// Of two vectors of tokens, whose codes are `second` bytes apart, for which operands are loaded once. scales,
+/// minima: of their first token. next: their rows that are prefetched meanwhile, a row with each word;
+/// bytes_of_next: of 128 channels.
 template <class Lanes, int Q>
-KVQ_NOINLINE void code_keys(const std::byte* codes, const std::byte* const* next, int bytes_of_next,
-                            const code_operands& operands, const float* scales, const float* minima,
-                            std::ptrdiff_t scale_stride, float* y, std::ptrdiff_t y_stride) {
+KVQ_NOINLINE void code_keys(const std::byte* codes, std::ptrdiff_t second, const std::byte* const* next,
+                            int bytes_of_next, const code_operands& operands, const float* scales,
+                            const float* minima, std::ptrdiff_t scale_stride, float* y,
+                            std::ptrdiff_t y_stride) {
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
     constexpr int width = Lanes::width, bytes = 4 * width;
@@ -254,7 +274,6 @@ KVQ_NOINLINE void code_keys(const std::byte* codes, const std::byte* const* next
     const std::int32_t* starts = operands.starts();
     const float* sums = operands.sums();
     const std::uint32_t* operand = operands.words();
-    const std::ptrdiff_t second = std::ptrdiff_t{operands.dim / 4} * bytes;
     int row = 0;
     std::ptrdiff_t of_row = 0;
     floats sum[2][Q];

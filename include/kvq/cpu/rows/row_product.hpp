@@ -62,7 +62,7 @@ public:
         // Codes of scales, and floats of them before they are spread.
         codes_ = take(1, scaled ? detail::larger(2 * tokens * groups_, scales) + 64 : 0);
         end_ = take(tokens, dim_ % row_chunk != 0 ? row_chunk : 0);
-        line_ = detail::larger(tokens, 2 * Lanes::width);
+        line_ = detail::round_up(tokens, 2 * Lanes::width);
         lines_ = take(row_key_operands, line_);
         decoded_ = at;
         at += detail::round_up(detail::larger(static_cast<std::size_t>(tokens) *
@@ -221,7 +221,8 @@ private:
     /// Of keys: two vectors of tokens; of values: pairs of tokens, of a vector of half bytes.
     std::size_t code_bytes(tensor role, int tokens) const {
         return role == tensor::key
-                   ? static_cast<std::size_t>(2 * Lanes::width) * static_cast<std::size_t>(dim_)
+                   ? static_cast<std::size_t>(2 * row_vectors_of<Lanes>(dim_, codes_of_layout_.of_nibbles) *
+                                              turned_bytes<Lanes>(codes_of_layout_.of_nibbles))
                    : static_cast<std::size_t>(detail::round_up(tokens, 4)) * (pair_bytes / 2);
     }
     code_operands operands_of(int i, std::byte* workspace) const {
@@ -237,19 +238,19 @@ private:
                 if (!operands_of(i, workspace).finite()) return false;
             std::byte* const codes = workspace + decoded_;
             auto* const lines = reinterpret_cast<float*>(workspace + lines_);
+            const bool nibbles = codes_of_layout_.of_nibbles;
+            const int of_vector = row_vectors_of<Lanes>(dim_, nibbles) * turned_bytes<Lanes>(nibbles);
             constexpr int step = 2 * Lanes::width;
             for (int t = 0; t < p.pass.tokens; t += step) {
                 const int here = detail::smaller(p.pass.tokens - t, step);
-                (codes_of_layout_.of_nibbles
-                     ? turn_keys<Lanes, true>
-                     : turn_keys<Lanes, false>)(p.pass, codes_of_layout_, t, t + here, codes);
+                (nibbles ? turn_keys<Lanes, true> : turn_keys<Lanes, false>)(p.pass, codes_of_layout_, t,
+                                                                             codes);
                 for (int i = 0; i < n_; i += row_key_operands) {
                     const int count = detail::smaller(n_ - i, row_key_operands);
                     const code_operands x = operands_of(i, workspace);
                     const auto of = count > 1 ? &code_keys<Lanes, row_key_operands> : &code_keys<Lanes, 1>;
-                    of(codes, p.pass.next + t, bytes_of_128(p.pass, codes_of_layout_.of_nibbles), x,
-                       p.pass.scales + t, p.pass.minima ? p.pass.minima + t : nullptr, tokens_of_pass, lines,
-                       line_);
+                    of(codes, of_vector, p.pass.next + t, bytes_of_128(p.pass, nibbles), x, p.pass.scales + t,
+                       p.pass.minima ? p.pass.minima + t : nullptr, tokens_of_pass, lines, line_);
                     for (int k = 0; k < count; ++k)
                         put(lines + k * line_, here, x.steps()[k] * factor_ * codes_of_layout_.unit,
                             y + (i + k) * y_stride + t, add);
