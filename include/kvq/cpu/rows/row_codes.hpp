@@ -259,9 +259,9 @@ KVQ_NOINLINE void begin_code_operands(const code_rows& codes, const float* x, st
     }
 }
 
-/// Of two vectors of tokens, whose codes are `second` bytes apart, for which operands are loaded once. scales,
-/// minima: of their first token. next: their rows that are prefetched meanwhile, a row with each word;
-/// bytes_of_next: of 128 channels.
+/// Of two vectors of tokens, whose codes are `second` bytes apart, for which operands are loaded once.
+/// scales, minima: of their first token. next: their rows that are prefetched meanwhile, a row with each
+/// word; bytes_of_next: of 128 channels.
 template <class Lanes, int Q>
 KVQ_NOINLINE void code_keys(const std::byte* codes, std::ptrdiff_t second, const std::byte* const* next,
                             int bytes_of_next, const code_operands& operands, const float* scales,
