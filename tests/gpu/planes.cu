@@ -45,6 +45,30 @@ void check_numbers() {
           f.lower_bytes(s));
 }
 
+/// Numbers of pages that tables can name: of both planes, and of the upper one, alone or in such a page.
+void check_most_pages() {
+    cuda::detail::device_pages upper, lower;
+    const cuda::device_allocator memory;
+    upper.open(memory, "nested4", 1, 64, 1, 16, 16, true);
+    lower.open(memory, "nested8", 2, 64, 1, 16, 16, false, &upper);
+    CHECK(upper.grow(65536, nullptr) && lower.grow(32768, nullptr), "as many pages as tables can name");
+    for (auto* const of : {&upper, &lower}) {
+        const int most = of->pages().size();
+        const cuda::status s = of->grow(most + 1, nullptr);
+        CHECK(s.code == cudaErrorMemoryAllocation &&
+                  std::strstr(s.message, ("there can be " + std::to_string(most)).c_str()) != nullptr,
+              "a page too many: %s", s.message);
+    }
+    std::vector<kvq::page_ref> held;
+    for (int i = 0; i < 32768; ++i) held.push_back(upper.pages().take());
+    for (int i = 0; i < 32768; ++i) {
+        held.push_back(lower.pages().take());
+        const int n = held.back()->number;
+        CHECK(n >= 0 && cuda::detail::upper_of(n) == 32768 + i && cuda::detail::lower_of(n) == i,
+              "page %d has the number %d", i, n);
+    }
+}
+
 template <class Format>
 void check_attention(const char* name) {
     test::rng r(11);
@@ -334,6 +358,7 @@ void check_host_memory() {
 
 int main() {
     check_numbers();
+    check_most_pages();
     check_host_memory();
     check_upper_stays();
     check_attention<both_pair>("nested8, dim 64, page 64");

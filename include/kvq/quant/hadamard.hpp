@@ -51,8 +51,8 @@ KVQ_HD constexpr int hadamard_block(int dim, int largest, int channel) noexcept 
     return largest > 0 && block > largest ? largest : block;
 }
 
-/// In place, orthonormal; n is a power of two. The transform is its own inverse.
-inline void walsh_hadamard(float* x, int n) noexcept {
+/// Sums and differences in place, without the factor; n is a power of two.
+inline void hadamard_sums(float* x, int n) noexcept {
     for (int half = 1; half < n; half *= 2)
         for (int i = 0; i < n; i += 2 * half)
             for (int j = i; j < i + half; ++j) {
@@ -60,6 +60,10 @@ inline void walsh_hadamard(float* x, int n) noexcept {
                 x[j] = a + b;
                 x[j + half] = a - b;
             }
+}
+/// In place, orthonormal; n is a power of two. The transform is its own inverse.
+inline void walsh_hadamard(float* x, int n) noexcept {
+    hadamard_sums(x, n);
     const float norm = hadamard_norm(n);
     for (int i = 0; i < n; ++i) x[i] *= norm;
 }

@@ -19,6 +19,7 @@
 
 #include <span>
 
+#include "../quant/hadamard.hpp"
 #include "token_records.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED {
@@ -76,7 +77,7 @@ struct rotated_records {
                 x[c] = x[c] != x[c] ? 0.0f : detail::smaller(detail::larger(x[c], -0x1p100f), 0x1p100f);
                 if (negative(c)) x[c] = -x[c];
             }
-            transform(x, s.dim);
+            detail::hadamard_sums(x, s.dim);
         }
         records_.quantize(s, id, values, block);
         return not_finite;
@@ -114,19 +115,10 @@ private:
             set_sign(c, ((y ^ y >> 18) >> 23 & 1u) != 0);
         }
     }
-    static void transform(float* x, int dim) noexcept {
-        for (int apart = 1; apart < dim; apart *= 2)
-            for (int first = 0; first < dim; first += 2 * apart)
-                for (int i = first; i < first + apart; ++i) {
-                    const float a = x[i], b = x[i + apart];
-                    x[i] = a + b;
-                    x[i + apart] = a - b;
-                }
-    }
     void restore(float* values, int dim, int tokens) const noexcept {
         const float inverse = 1.0f / static_cast<float>(dim);  // exact
         for (int t = 0; t < tokens; ++t, values += dim) {
-            transform(values, dim);
+            detail::hadamard_sums(values, dim);
             for (int c = 0; c < dim; ++c) values[c] *= negative(c) ? -inverse : inverse;
         }
     }

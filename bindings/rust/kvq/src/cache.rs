@@ -10,7 +10,8 @@ use crate::{
     layers::Layer,
     options::{lse_of, AttendOptions, Call, Mods, Threads},
     reports::{
-        BudgetQuery, CacheInfo, Footprint, FootprintQuery, Requantize, RequantizeReport, StepDownPolicy, StepDownReport,
+        lowered, BudgetQuery, CacheInfo, Footprint, FootprintQuery, Requantize, RequantizeReport, StepDownPolicy,
+        StepDownReport,
     },
     sequence::{path_text, positions, Sequence},
     tensor::{Tensor, TensorMut, Value},
@@ -443,11 +444,9 @@ impl Cache {
         threads: Option<&mut Threads>,
     ) -> Result<StepDownReport> {
         let all: Vec<_> = sequences.iter().map(|s| s.raw()).collect();
-        let (n, policy) = (int(all.len(), "sequences")?, policy.to_c()?);
-        let executor = threads.map_or(ptr::null_mut(), |t| t.raw());
-        let mut report = init!(kvq_step_down_report {});
-        check(unsafe { sys::kvq_cache_step_down(self.raw(), all.as_ptr(), n, &policy.c, executor, &mut report) })?;
-        Ok(StepDownReport::from_c(&report))
+        lowered(&all, policy, threads, |all, n, policy, executor, report| unsafe {
+            sys::kvq_cache_step_down(self.raw(), all, n, policy, executor, report)
+        })
     }
 
     /// A dry run: the report of [`Cache::step_down`] with these threads, to the byte.
@@ -458,11 +457,9 @@ impl Cache {
         threads: Option<&mut Threads>,
     ) -> Result<StepDownReport> {
         let all: Vec<_> = sequences.iter().map(|s| s.raw()).collect();
-        let (n, policy) = (int(all.len(), "sequences")?, policy.to_c()?);
-        let executor = threads.map_or(ptr::null_mut(), |t| t.raw());
-        let mut report = init!(kvq_step_down_report {});
-        check(unsafe { sys::kvq_cache_plan_step_down(self.raw(), all.as_ptr(), n, &policy.c, executor, &mut report) })?;
-        Ok(StepDownReport::from_c(&report))
+        lowered(&all, policy, threads, |all, n, policy, executor, report| unsafe {
+            sys::kvq_cache_plan_step_down(self.raw(), all, n, policy, executor, report)
+        })
     }
 
     /// Bytes of sequences of `tokens` tokens, equal to what will be allocated.

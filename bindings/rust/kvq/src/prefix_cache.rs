@@ -1,13 +1,11 @@
 //! Sequences by their token ids.
-use std::ptr;
-
 use kvq_sys as sys;
 
 use crate::{
     cache::Cache,
     error::{ask, check, count, handle, init, int, limit, Result, Text},
     options::Threads,
-    reports::{StepDownPolicy, StepDownReport},
+    reports::{lowered, StepDownPolicy, StepDownReport},
     sequence::Sequence,
 };
 
@@ -157,13 +155,9 @@ impl PrefixCache {
         threads: Option<&mut Threads>,
     ) -> Result<StepDownReport> {
         let all: Vec<_> = live.iter().map(|s| s.raw()).collect();
-        let (n, policy) = (int(all.len(), "sequences")?, policy.to_c()?);
-        let executor = threads.map_or(ptr::null_mut(), |t| t.raw());
-        let mut report = init!(kvq_step_down_report {});
-        check(unsafe {
-            sys::kvq_prefix_cache_step_down(self.raw(), all.as_ptr(), n, &policy.c, executor, &mut report)
-        })?;
-        Ok(StepDownReport::from_c(&report))
+        lowered(&all, policy, threads, |all, n, policy, executor, report| unsafe {
+            sys::kvq_prefix_cache_step_down(self.raw(), all, n, policy, executor, report)
+        })
     }
     /// What happened so far, and what the store holds now.
     pub fn statistics(&self) -> Result<PrefixCacheStatistics> {

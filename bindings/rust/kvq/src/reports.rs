@@ -4,7 +4,7 @@ use std::ptr;
 use kvq_sys as sys;
 
 use crate::{
-    error::{init, int, limit, Result, Text},
+    error::{check, init, int, limit, Result, Text},
     options::{Threads, Workspace},
 };
 
@@ -220,6 +220,27 @@ impl StepDownReport {
             fits: c.fits != 0,
         }
     }
+}
+
+/// A call of the C interface that steps sequences down: with the sequences, their number, the policy, an executor or
+/// null, and the report.
+pub(crate) fn lowered(
+    sequences: &[*mut sys::kvq_sequence],
+    policy: &StepDownPolicy,
+    threads: Option<&mut Threads>,
+    call: impl FnOnce(
+        *const *mut sys::kvq_sequence,
+        i32,
+        *const sys::kvq_step_down_policy,
+        *mut sys::kvq_executor,
+        *mut sys::kvq_step_down_report,
+    ) -> sys::kvq_status,
+) -> Result<StepDownReport> {
+    let (n, policy) = (int(sequences.len(), "sequences")?, policy.to_c()?);
+    let executor = threads.map_or(ptr::null_mut(), |t| t.raw());
+    let mut report = init!(kvq_step_down_report {});
+    check(call(sequences.as_ptr(), n, &policy.c, executor, &mut report))?;
+    Ok(StepDownReport::from_c(&report))
 }
 
 /// Which pages change to which formats.

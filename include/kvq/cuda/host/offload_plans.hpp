@@ -45,7 +45,7 @@ public:
     const format& of(int member, int f) const noexcept { return formats_[at(member, f)]; }
 
     /// Of a sequence on the CPU: takes note of a page of keys of this format, or with `page` false of the
-    /// plan of those to come. layer: for errors.
+    /// plan of those to come. layer: for errors. O(1): plans of pages are compared by their fingerprints.
     status add(const layer_group& g, int member, int f, const format& plan, bool page, int layer) {
         if (formats_.empty()) {
             kinds_ = g.kinds();

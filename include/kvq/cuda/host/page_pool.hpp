@@ -120,7 +120,9 @@ public:
         name_ = std::move(name);
         layers_ = layers;
         upper_ = upper;
-        if (planes || upper != nullptr) most_ = most_plane_pages;
+        most_ = upper != nullptr ? most_lower_pages
+                : planes         ? most_upper_pages
+                                 : (std::numeric_limits<int>::max)();
         memory_ = {nullptr, key_page_bytes, value_page_bytes, 0};
         pages_ = std::make_unique<free_pages>(format, page_tokens, page_bytes(),
                                               upper == nullptr ? nullptr : &upper->pages());
@@ -168,9 +170,12 @@ public:
     /// To so many pages.
     status grow(int pages, cudaStream_t stream) {
         if (pages <= pages_->size()) return {};
-        if (pages > most_)
-            return bad_value("%d pages of %s, which has two planes: there can be %d", pages, name_.c_str(),
-                             most_);
+        if (pages > most_) {
+            status s = bad_value("%d pages of %s, which %s: there can be %d", pages, name_.c_str(),
+                                 upper_ != nullptr ? "has two planes" : "kernels of two planes read", most_);
+            s.code = cudaErrorMemoryAllocation;
+            return s;
+        }
         pool_memory next = memory_;
         next.pages = pages;
         device_memory bigger;

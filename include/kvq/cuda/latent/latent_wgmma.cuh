@@ -5,8 +5,7 @@
 //   consumers   one or two warpgroups: scores, weights, output (latent_few_rows.cuh, latent_many_rows.cuh)
 //
 // Of a thread block and tile of 576 channels with 16 rows: 26 KB of pages (4 bits), 74 KB written to shared
-// memory and as much read for each product, 1360 cycles of the tensor cores, which wait for shared memory
-// (docs/lab/gpu_experiments.md).
+// memory and as much read for each product; the tensor cores wait for shared memory.
 // Contract: attend_latents() in latent.cuh. sm_90a; elsewhere the kernel is empty and its bound is 32
 // threads.
 // Source: latents read in place by both products: FlashMLA (DeepSeek, 2025).

@@ -16,8 +16,9 @@ struct layer_memory {
 };
 
 /// A number in tables of a page with two planes (plane_pair.cuh) names a page of each: the upper one's in its
-/// lower 16 bits. So there are so many of either at most.
-inline constexpr int most_plane_pages = 1 << 15;
+/// lower 16 bits. So there are so many pages of lower and of upper planes at most, those of the upper format
+/// alone among them.
+inline constexpr int most_lower_pages = 1 << 15, most_upper_pages = 1 << 16;
 KVQ_HD constexpr int plane_number(int upper, int lower) noexcept { return lower << 16 | upper; }
 KVQ_HD constexpr int upper_of(int number) noexcept { return number & 0xffff; }
 KVQ_HD constexpr int lower_of(int number) noexcept { return number >> 16; }
