@@ -332,6 +332,8 @@ int main(int argc, char** argv) {
     add(list, "ref8", kvq::make_formats<kvq::ref8>());
     add(list, "mix4", kvq::make_formats<kvq::mix4>());
     add_planned<kvq::mix4>(list, "mix4-plan");
+    add_planned<kvq::mix5>(list, "mix5-plan");
+    add_planned<kvq::mix6>(list, "mix6-plan");
     add(list, "low3", kvq::make_formats<kvq::low3>());
     add_planned<kvq::low3>(list, "low3-plan");
     add(list, "low2", kvq::make_formats<kvq::low2>());

@@ -16,6 +16,8 @@ inline std::string page_remark(std::string_view key_name, int page_tokens, const
     int group = 0;
     for (const std::string_view preset : {"ref8", "hi6-h", "std5", "std4", "mix4", "low3", "low2"})
         if (key_name.starts_with(preset)) group = 64;
+    for (const std::string_view preset : {"mix5", "mix6"})
+        if (key_name.starts_with(preset)) group = 32;
     for (const std::string_view by_channel : {"kivi", "progressive", "oscar-scaled"}) {
         if (!key_name.starts_with(by_channel)) continue;
         group = 32;

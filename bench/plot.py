@@ -16,7 +16,7 @@ import json
 import re
 import sys
 
-OWN = "ref8,hi6,hi6-h,std5,std5-h,std4,std4-h,mix4,low3,low3-h,low2,low2-h"
+OWN = "ref8,hi6,hi6-h,std5,std5-h,std4,std4-h,mix4,mix5,mix6,low3,low3-h,low2,low2-h"
 SHOWN = "fp16,int8,kivi-4-g64,std4,low3,low2,ggml f16,ggml q8_0,ggml q4_0"
 LABELS = {
     "kld": "KL divergence (nats)",

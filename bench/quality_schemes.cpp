@@ -211,9 +211,13 @@ std::vector<listed_format> recent_formats() {
     const char* const steps = "PM-KVQ's widths, arXiv 2505.18610, on KIVI's grid";
     return {compiled<oscar_scaled<2, 32>>("oscar-scaled-2-g32", scaled),
             compiled<oscar_scaled<2, 64>>("oscar-scaled-2-g64", scaled),
+            compiled<oscar_scaled<3, 32>>("oscar-scaled-3-g32", scaled),
             compiled<oscar_scaled<3, 64>>("oscar-scaled-3-g64", scaled),
+            compiled<oscar_scaled<4, 32>>("oscar-scaled-4-g32", scaled),
             compiled<oscar_scaled<4, 64>>("oscar-scaled-4-g64", scaled),
+            compiled<oscar_scaled<5, 32>>("oscar-scaled-5-g32", scaled),
             compiled<oscar_scaled<5, 64>>("oscar-scaled-5-g64", scaled),
+            compiled<oscar_scaled<6, 32>>("oscar-scaled-6-g32", scaled),
             compiled<oscar_scaled<6, 64>>("oscar-scaled-6-g64", scaled),
             {"oscar-spectral-2", spectral, &spectral_keys<oscar_spectral<2>>,
              &compiled_values<oscar_spectral<2>::values>, true},

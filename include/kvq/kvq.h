@@ -153,7 +153,8 @@ KVQ_API kvq_status kvq_executor_free(kvq_executor* executor);
 
 // ---- formats ---------------------------------------------------------------------------------------------
 // Names: fp16, bf16, fp32, int8, e4m3, affine-B-gG, kivi-B-gG (B: 1 to 8 bits; G: values that share a
-// scale), and the presets ref8, hi6, std5, std4, mix4, low3, low2, hi6-h, std5-h, std4-h, low3-h, low2-h.
+// scale), and the presets ref8, hi6, std5, std4, mix4 to mix6, low3, low2, hi6-h, std5-h, std4-h, low3-h,
+// low2-h.
 // In the bytes of other systems: fp8, fp8-e5m2, nvfp4, nvfp4-4over6, mxfp8, mxfp4, q8_0, q4_0, q4_1, q5_0,
 // q5_1, q6_0, iq4_nl, int8-token-head, fp8-token-head, mlx-2-g64 to mlx-8-g64, nvfp4-v4, mla-656,
 // mla-656-pow2, mla-584, mla-528, mla-288, index-132, index-68. Any G of affine and kivi may be asked for.
@@ -1088,10 +1089,10 @@ KVQ_API kvq_status kvq_sequence_table_state_bytes(kvq_sequence_table* table, int
 KVQ_API kvq_status kvq_sequence_table_read(kvq_sequence_table* table, int32_t id, kvq_read read, void* user);
 
 // ---- statistics ------------------------------------------------------------------------------------------
-// Of the first tokens of a text, a few hundred: keys of mix4, low3 and low2 get channel widths from them, hi6
-// to low2 error feedback. A cache may take those of its own first tokens: list keys "fp16"; after some
-// hundred tokens add the sequence (and its queries), find "mix4" with these statistics, kvq_cache_add_format,
-// kvq_cache_commit_to, and kvq_cache_requantize with only_smaller and new_pages.
+// Of the first tokens of a text, a few hundred: keys of mix4 to mix6, low3 and low2 get channel widths from
+// them, hi6 to low2 error feedback. A cache may take those of its own first tokens: list keys "fp16"; after
+// some hundred tokens add the sequence (and its queries), find "mix4" with these statistics,
+// kvq_cache_add_format, kvq_cache_commit_to, and kvq_cache_requantize with only_smaller and new_pages.
 
 /// products: 1 to sum q q^T as well, which error feedback needs (head_dim^2 doubles per layer and kv head).
 KVQ_API kvq_status kvq_statistics_create(int32_t layers, int32_t kv_heads, int32_t head_dim, int32_t products,

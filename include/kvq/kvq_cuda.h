@@ -349,9 +349,9 @@ KVQ_API kvq_status kvq_cuda_cache_requantize(kvq_cuda_cache* cache, kvq_cuda_seq
 /// Pages of sequences that are created from now on take this format; others keep theirs.
 KVQ_API kvq_status kvq_cuda_cache_commit_to(kvq_cuda_cache* cache, const char* format);
 
-/// Makes the plan of keys of a format (mix4, low3, low2) from the first `tokens` tokens of these sequences
-/// together, at least 64: call it after a step until `done` is 1. From then on new pages take the format,
-/// also those of sequences that are created later, and pages that become smaller are requantized to it.
+/// Makes the plan of keys of a format (mix4 to mix6, low3, low2) from the first `tokens` tokens of these
+/// sequences together, at least 64: call it after a step until `done` is 1. From then on new pages take the
+/// format, also those of sequences that are created later, and pages that become smaller are requantized.
 /// format: as in kvq_cuda_requantize_request, "mix4/" for keys alone; no page may have it before. statistics:
 /// made for this cache, queries may have been added; it gets the keys. As a CPU cache with these steps
 /// (kvq_statistics_add_sequence), with the same plan. Waits for the stream, once.

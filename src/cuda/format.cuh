@@ -34,6 +34,8 @@ struct named {
     using nested4 = cuda::preset_pair<kvq::nested4, HeadDim, PageTokens>;
     using nested8 = cuda::plane_pair<nested4>;
     using mix4 = cuda::preset_pair<kvq::mix4, HeadDim, PageTokens>;
+    using mix5 = cuda::preset_pair<kvq::mix5, HeadDim, PageTokens>;
+    using mix6 = cuda::preset_pair<kvq::mix6, HeadDim, PageTokens>;
     using low3 = cuda::preset_pair<kvq::low3, HeadDim, PageTokens>;
     using low2 = cuda::preset_pair<kvq::low2, HeadDim, PageTokens>;
     // Rows of tokens in the bytes of other systems.

@@ -196,16 +196,19 @@ int main() {
 #endif
 #if !defined(PART) || PART == 3
     check_dequantize<cuda::preset_pair<mix4, 128>>("mix4");
+    check_dequantize<cuda::preset_pair<mix5, 128>>("mix5");
+    check_dequantize<cuda::preset_pair<mix6, 64>>("mix6, dim 64");
     check_dequantize<cuda::preset_pair<low3, 128>>("low3");
     check_dequantize<cuda::preset_pair<low2, 128>>("low2");
     check_format<cuda::preset_pair<low2, 128>, float16>("low2");
-    check_format<cuda::preset_pair<low3, 128>, float16>("low3");
+    check_format<cuda::preset_pair<mix6, 128>, float16>("mix6");
     check_format<cuda::block_pair<mixed_affine<code_widths<4, 2, 0>, average_eighths<16>, per_channel<32>>,
                                   values<2>, 64, 96>,
                  float16>("4, 2 and 0 bits, groups of 32, dim 64, page 96");
 #endif
 #if !defined(PART) || PART == 4
     check_format<cuda::preset_pair<mix4, 128>, float16>("mix4");
+    check_format<cuda::preset_pair<mix5, 64>, bfloat16>("mix5, dim 64");
     check_format<cuda::preset_pair<low3, 80, 32>, bfloat16>("low3, dim 80, page 32");
     check_format<cuda::block_pair<mixed_affine<code_widths<7, 5, 1, 0>, average_eighths<28>, per_channel<32>>,
                                   values<3>, 64, 256>,

@@ -66,6 +66,10 @@ inline constexpr bool built_in<kvq::low2_h::keys> = true;
 template <>
 inline constexpr bool built_in<kvq::mix4::keys> = true;
 template <>
+inline constexpr bool built_in<kvq::mix5::keys> = true;
+template <>
+inline constexpr bool built_in<kvq::mix6::keys> = true;
+template <>
 inline constexpr bool built_in<kvq::low3::keys> = true;
 template <>
 inline constexpr bool built_in<kvq::low3::values> = true;

@@ -155,7 +155,7 @@ TEST_CASE("a scheme of another cache is shown with every built-in name that it h
     has(kvq::kivi<8, 96>::keys{}.name(), tensor::key, "kivi-8-g96");
     has(kvq::kivi<8, 96>::values{}.name(), tensor::value, "kivi-8-g96");
     CHECK(kvq::scheme_text("channel4-coded-dual", tensor::value) ==
-          "std4, std4-h or mix4 (channel4-coded-dual)");
+          "std4, std4-h, mix4 or mix5 (channel4-coded-dual)");
     for (const char* other : {"", "fp16", "affine", "affine4-token-g-fp16", "affine4-token-gx-fp16",
                               "affine4-token-fp16", "affine4-channel-g32-fp32", "-bounds", "mine"})
         CHECK(kvq::scheme_text(other, tensor::key) == other);

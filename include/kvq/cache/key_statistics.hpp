@@ -5,7 +5,7 @@
 
 namespace kvq { inline namespace KVQ_COMMON {
 
-/// For formats of keys that have a plan of widths and were made without one: mix4, low3, low2.
+/// For formats of keys that have a plan of widths and were made without one: mix4, mix5, mix6, low3, low2.
 enum class key_statistics : unsigned char {
     off = 0,    ///< none: all channels have the same width
     own = 1,    ///< every sequence has a plan, of its own first tokens; forks and prefix hits inherit it

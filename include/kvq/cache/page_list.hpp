@@ -30,7 +30,8 @@ struct borrowed_pages {
     int tokens = 0;          ///< shown tokens, at least 1
     std::int64_t shift = 0;  ///< by how much the keys moved since they were rotated
     /// The format of the keys with their plan, as format_table::of(page) gives it: page::plan, or the format
-    /// itself for even widths. Needed for formats that take a plan (mix4, low3, low2 without statistics).
+    /// itself for even widths. Needed for formats that take a plan (mix4 to mix6, low3, low2 without
+    /// statistics).
     format key_plan = {};
 };
 

@@ -122,6 +122,8 @@ void add_kernels(void* list, Add* add) {
         segments(low2{});
         segments(low3{});
         segments(mix4{});
+        segments(mix5{});
+        segments(mix6{});
     }
     if constexpr (Part == 11)
         entry(codec_of<token_rows>(), &product_table<kernels::token_row_product<Backend>>::functions);

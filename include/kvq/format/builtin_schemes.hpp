@@ -139,6 +139,8 @@ void add_builtin_part(builtin_list& list) {
         add_builtin_preset<Backend, low3, Wanted>(list);
         add_builtin_preset<Backend, low3_h, Wanted>(list);
         add_builtin_preset<Backend, mix4, Wanted>(list);
+        add_builtin_preset<Backend, mix5, Wanted>(list);
+        add_builtin_preset<Backend, mix6, Wanted>(list);
     }
     if constexpr (Part == 11) {
         add_builtin_layouts<Backend, Wanted, token_rows, row_layouts>(

@@ -24,6 +24,8 @@ inline constexpr preset_schemes schemes_of_presets[] = {
     {"low3-h", "hadamard-channel3-g64-coded-dual", "channel3-coded-dual"},
     {"low2-h", "hadamard-channel2-g64-coded-dual", "channel2-coded-dual"},
     {"mix4", "mixed-6-4-3-0-avg4-g64-coded", "channel4-coded-dual"},
+    {"mix5", "mixed-8-6-5-4-0-avg5-g32-coded", "channel4-coded-dual"},
+    {"mix6", "mixed-8-6-5-4-0-avg6-g32-coded", "channel5-coded-dual"},
     {"std5", "channel5-g64-coded", "channel5-coded-dual"},
     {"hi6", "channel6-coded", "channel6-coded-dual"},
     {"ref8", "affine8-channel-g64-fp16", "channel8-fp16-dual-fp16"},

@@ -3,7 +3,7 @@
 //
 //   format_text(find_format("std4", tensor::key))              "std4 (channel4-g64-coded)"
 //   format_text(make_format<affine<4>>())                      "affine4-token-g64-fp16": made without a name
-//   scheme_text("channel4-coded-dual", tensor::value)          "std4, std4-h or mix4 (channel4-coded-dual)"
+//   scheme_text("channel4-coded-dual", tensor::value)          "std4, std4-h, mix4 or mix5 (...)"
 //
 // scheme_text is for pages from elsewhere, whose identity is the scheme's (io/scheme_identity.hpp). It lists
 // the built-in names that the scheme has. tests/unit/formats.cpp compares them with the presets.

@@ -7,6 +7,8 @@
 // | std5   | 5 bits a channel over 64 tokens, 8-bit params   | 5 bits, 8-bit scale per token | 5.22 / 5.25 |
 // | std4   | 4 bits, the same                                | 4 bits, the same              | 4.22 / 4.25 |
 // | mix4   | 0, 3, 4 or 6 bits, 4 on average                 | 4 bits, the same              | 4.22 / 4.25 |
+// | mix5   | 0, 4, 5, 6 or 8 bits, 5 on average, 32 tokens   | 4 bits, the same              | 4.84 / 4.88 |
+// | mix6   | the same, 6 on average                          | 5 bits, the same              | 5.84 / 5.88 |
 // | low3   | 0, 2, 3, 4 or 6 bits, 3 on average              | 3 bits, the same              | 3.22 / 3.25 |
 // | low2   | 0, 2 or 4 bits, 2 on average                    | 2 bits, the same              | 2.22 / 2.25 |
 // | hi6-h, std5-h, std4-h, low3-h, low2-h: 6 to 2 bits a channel over 64 tokens behind a Hadamard transform,
@@ -15,9 +17,9 @@
 // Bits per value with pages of 128 tokens, without what a page shares (up to 0.02) and without the 16-bit
 // window. Values are quantized per channel over the page, with a scale per token; hi6 to low2 need the
 // window: 4 sinks and 32 or more recent tokens (cache/preset_options.hpp). Keys of hi6 to low2, those with -h
-// excepted, can be made from statistics of keys and queries (quant/calibration.hpp). mix4, low3 and low2 take
-// a plan of channel widths from them, for which statistics of keys are enough. All of them take error
-// feedback if the statistics hold products of queries. Without statistics they have even widths and no
+// excepted, can be made from statistics of keys and queries (quant/calibration.hpp). mix4 to mix6, low3 and
+// low2 take a plan of channel widths from them, for which statistics of keys are enough. All of them take
+// error feedback if the statistics hold products of queries. Without statistics they have even widths and no
 // feedback.
 // Measured errors: docs/lab/presets.md. Use as a pair: preset_options(make_formats<std4>()); with statistics
 // options.keys = make_format<simd<>>(low2::keys(statistics)).
@@ -83,6 +85,19 @@ struct mix4 {
                               detail::preset_key_encoder>;
     using values = detail::preset_values<4>;
 };
+/// Keys have a bit more than values: in models they are what limits (docs/lab/quality.md).
+struct mix5 {
+    static constexpr const char* name = "mix5";
+    using keys = mixed_affine<code_widths<8, 6, 5, 4, 0>, average_eighths<40>, per_channel<32>, byte_params,
+                              detail::preset_key_encoder>;
+    using values = detail::preset_values<4>;
+};
+struct mix6 {
+    static constexpr const char* name = "mix6";
+    using keys = mixed_affine<code_widths<8, 6, 5, 4, 0>, average_eighths<48>, per_channel<32>, byte_params,
+                              detail::preset_key_encoder>;
+    using values = detail::preset_values<5>;
+};
 struct low3 {
     static constexpr const char* name = "low3";
     using keys = mixed_affine<code_widths<6, 4, 3, 2, 0>, average_eighths<24>, per_channel<64>, byte_params,
@@ -133,8 +148,10 @@ constexpr void for_each_preset(F&& f) {
     f(std4{});
     f(std4_h{});
     f(mix4{});
+    f(mix5{});
     f(std5{});
     f(std5_h{});
+    f(mix6{});
     f(hi6{});
     f(hi6_h{});
     f(ref8{});

@@ -150,7 +150,7 @@ class Cache(Handle):
     byte_budget    bytes of all pages; None: no limit
     layer_formats  {layer: (keys, values)} by name, None for the first one of the cache
     rotary         how keys were rotated, for all layers or one per layer; None: keys cannot move
-    statistics     of keys, for formats that take a plan of channel widths (mix4, low3, low2): "own": of each sequence's first
+    statistics     of keys, for formats that take a plan of channel widths (mix4 to mix6, low3, low2): "own": of each sequence's first
                    tokens; forks and prefix hits inherit the plan; "shared": of the first sequence that has enough; None; or a
                    Statistics, for all keys whose format takes them
     statistics_tokens    first tokens that make a plan, 16 bit until then; None: 512

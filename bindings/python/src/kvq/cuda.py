@@ -457,7 +457,7 @@ class Cache(Handle):
         self._f.kvq_cuda_cache_commit_to(self, text(format))
 
     def self_calibrate(self, sequences: List_["Sequence"], format: str, statistics: Statistics, tokens: int = 512) -> bool:
-        """Makes the plan of keys of a format (mix4, low3, low2) from the first tokens of these sequences. Call it after a step until it
+        """Makes the plan of keys of a format (mix4 to mix6, low3, low2) from the first tokens of these sequences. Call it after a step until it
         returns True; it returns False while there are fewer than `tokens`, all together. From then on new pages take the format, and pages
         that become smaller are requantized to it, with the bytes of a CPU cache that does the same.
 

@@ -114,7 +114,7 @@ pub struct CacheOptions {
     pub byte_budget: Option<usize>,
     /// Empty, or keys and values of each layer; None: the first ones of the cache.
     pub layer_formats: Vec<(Option<String>, Option<String>)>,
-    /// Whose keys say which channels get how many bits, for formats that take a plan (mix4, low3, low2).
+    /// Whose keys say which channels get how many bits, for formats that take a plan (mix4 to mix6, low3, low2).
     pub key_statistics: KeyStatistics,
     /// First tokens that make a plan, 16 bit until then; None: 512.
     pub statistics_tokens: Option<usize>,

@@ -59,7 +59,7 @@ pub fn formats() -> Result<Vec<FormatEntry>> {
 }
 
 handle!(
-    /// Sums over the first tokens of a text, a few hundred: keys of mix4, low3 and low2 get channel widths from them, those of hi6 to low2
+    /// Sums over the first tokens of a text, a few hundred: keys of mix4 to mix6, low3 and low2 get channel widths from them, those of hi6 to low2
     /// error feedback.
     Statistics,
     kvq_statistics,
@@ -137,7 +137,7 @@ pub struct Format {
 }
 impl Format {
     /// name: fp16, bf16, fp32, int8, e4m3, affine-B-gG, kivi-B-gG (B: 1 to 8 bits; G: values that share a scale), or one of the presets
-    /// ref8, hi6, std5, std4, mix4, low3, low2, hi6-h, std5-h, std4-h, low3-h, low2-h; in the bytes of other systems fp8, fp8-e5m2,
+    /// ref8, hi6, std5, std4, mix4, mix5, mix6, low3, low2, hi6-h, std5-h, std4-h, low3-h, low2-h; in the bytes of other systems fp8, fp8-e5m2,
     /// nvfp4, mxfp8, mxfp4, q8_0, q4_0, q4_1, q5_0, q5_1, q6_0, iq4_nl, nvfp4-4over6; with "-bounds" at the end,
     /// keys carry bounds for `Mods::selected_tokens`; with "-fp16x64" their last 64 channels are 16 bit, with "-ref8x64" or
     /// "-int8x64" 8 bit (`Layer::latent`)
