@@ -118,6 +118,7 @@ inline int bytes_of_128(const row_pass& r, bool nibbles) {
 KVQ_INLINE void prefetch_128(const std::byte* from, int bytes) {
     detail::prefetch(from);
     if (bytes > 64) detail::prefetch(from + 64);
+    if (bytes > 128) detail::prefetch(from + 128);
 }
 
 /// The codes in the bytes of a, or in its low half bytes.
@@ -425,7 +426,9 @@ KVQ_NOINLINE void code_values(const row_pass& pass, const std::byte* pairs, int 
             for (int v = 0; v < V; ++v) sum[i][v] = Lanes::splat(0);
         }
         const std::ptrdiff_t chunk = std::ptrdiff_t{from + g} * r.chunk_bytes;
-        [[maybe_unused]] const bool prefetches = (from + g) % 2 == 0;
+        // A line of each row with a group, of as many as there are.
+        [[maybe_unused]] const std::ptrdiff_t line = std::ptrdiff_t{from + g} * 64;
+        [[maybe_unused]] const bool prefetches = line < std::ptrdiff_t{r.chunks()} * r.chunk_bytes;
         const auto* w = reinterpret_cast<const std::uint32_t*>(weights.words[g]);
         for (int t = 0; t < r.tokens; t += 4, w += t % 16 == 0 ? 20 : 4) {
             if constexpr (Nibbles)  // all rows, in the time of all groups
@@ -445,7 +448,7 @@ KVQ_NOINLINE void code_values(const row_pass& pass, const std::byte* pairs, int 
                 } else {
                     KVQ_UNROLL
                     for (int k = 0; k < 2; ++k) {
-                        if (prefetches) detail::prefetch(r.next[t + 2 * h + k] + chunk);
+                        if (prefetches) detail::prefetch(r.next[t + 2 * h + k] + line);
                         x[k] = Lanes::load_bytes_as_halves(r.rows[t + 2 * h + k] + chunk + r.front);
                     }
                     Lanes::interleave_halves(x);
