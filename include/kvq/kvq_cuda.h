@@ -508,6 +508,11 @@ typedef struct kvq_cuda_pages {
     size_t key_stride, value_stride;  // multiples of 16; 0: kvq_cuda_kernels_page_bytes
     int32_t page_tokens;              // 0: that of the kernels; or 16, for sinks in the window's type
     int32_t layer;  // of the model, counted from 1: formats with a transform (std4-h) need it; or 0
+    /// Of the tensor, by which numbers were divided (vLLM's k_scale, v_scale): fp8, nvfp4; 0: 1.
+    float key_scale, value_scale;
+    /// Of kvq_cuda_pages_convert, fp8 and fp8-e5m2: bytes from one token, and from one head, of a page to the
+    /// next, as vLLM's NHD has them; 0: one head after the other.
+    size_t token_stride, head_stride;
 } kvq_cuda_pages;
 
 /// Bytes from a page of keys, and of values, to the next: the blocks of all kv heads, up to a multiple of 16.
@@ -544,6 +549,20 @@ KVQ_API kvq_status kvq_cuda_pages_dequantize(const kvq_cuda_kernels* kernels, in
                                              const kvq_cuda_part* from, int32_t sequences, int32_t columns,
                                              const int32_t* tokens, const kvq_tensor* k, const kvq_tensor* v,
                                              const int32_t* starts, void* stream);
+
+/// Bytes of workspace of kvq_cuda_pages_convert for turns of so many pages of the target.
+KVQ_API kvq_status kvq_cuda_kernels_convert_bytes(const kvq_cuda_kernels* to_kernels, int32_t kv_heads,
+                                                  int32_t pages, size_t* bytes);
+/// All pages that the table of `to` names from those that the table of `from` does: between formats, page
+/// sizes and orders of pages, such as an engine's pages of fp8 to kvq's and back, with the CPU's bytes. Both
+/// kernels have the same head_dim; tables have from_columns and to_columns columns and begin with each
+/// sequence's first token; tokens: [sequences]. first_page and end_page are NULL. Tokens that `from` does not
+/// hold are zeros. workspace: a multiple of 16. not_finite: as in kvq_cuda_pages_requantize.
+KVQ_API kvq_status kvq_cuda_pages_convert(const kvq_cuda_kernels* from_kernels, const kvq_cuda_part* from,
+                                          int32_t from_columns, const kvq_cuda_kernels* to_kernels,
+                                          const kvq_cuda_part* to, int32_t to_columns, int32_t kv_heads,
+                                          int32_t sequences, const int32_t* tokens, void* workspace,
+                                          size_t workspace_bytes, uint32_t* not_finite, void* stream);
 
 /// A layer of a batch. Of each sequence: the first sink_tokens tokens in pages of 16 tokens, then `committed`
 /// quantized pages, then pages of the window's type, of which page i stands in column i % window_columns.

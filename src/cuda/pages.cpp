@@ -1,4 +1,6 @@
 // Pages in device memory of the caller: the functions of kvq_cuda.h that no cache has to know of.
+#include <kvq/schemes/token_rows.hpp>
+
 #include "arguments.hpp"
 
 struct kvq_cuda_kernels : kvq::c::handle<kvq_cuda_kernels> {
@@ -28,7 +30,7 @@ int layer_of(const cuda::device_format& kernels, const kvq_cuda_pages& p, int nu
              const char* name) {
     if (number < 0) return layer;
     const cuda::device_format::kind& kind = kernels.kinds[static_cast<std::size_t>(number)];
-    if (kind.fingerprints[0] == 0 && kind.fingerprints[1] == 0) return layer;
+    if (!kind.turned) return layer;
     expect(p.layer >= 1, KVQ_ERROR_ARGUMENT, name, " has layer ", p.layer, ": signs of ", kind.name,
            " depend on the layer of the model, counted from 1");
     expect(layer < 0 || layer == p.layer - 1, KVQ_ERROR_ARGUMENT, name, " is of layer ", p.layer,
@@ -61,6 +63,67 @@ cuda::detail::layer_memory memory_of(const cuda::device_format& kernels, const k
     return {static_cast<std::byte*>(p.keys), static_cast<std::byte*>(p.values),
             p.key_stride == 0 ? page_bytes(key, kv_heads) : p.key_stride,
             p.value_stride == 0 ? page_bytes(value, kv_heads) : p.value_stride};
+}
+
+/// The scales that pages of rows have. Raises for formats without one.
+void set_scales(const cuda::device_format& kernels, const kvq_cuda_pages& p, int number,
+                cuda::detail::layer_view::part& to, const char* name) {
+    const float given[] = {p.key_scale, p.value_scale};
+    if (given[0] == 0.0f && given[1] == 0.0f) return;
+    expect(number >= 0, KVQ_ERROR_ARGUMENT, name,
+           " has a scale of the tensor, but the window's type has none");
+    const cuda::device_format::kind& kind = kernels.kinds[static_cast<std::size_t>(number)];
+    const std::string* const names[] = {&kind.key_names[0], &kind.value_names[0]};
+    for (int i = 0; i < 2; ++i)
+        if (given[i] != 0.0f) {
+            const row_layout* found = nullptr;
+            for (const row_layout& l : row_layouts)
+                if (l.name == *names[i]) found = &l;
+            expect(found != nullptr, KVQ_ERROR_ARGUMENT, name, " has a scale of the tensor, but ", *names[i],
+                   " has none");
+            (void)token_rows(*found, given[i]);  // raises where the scale is not possible
+            to.scales[i] = given[i];
+        }
+}
+
+void expect_dense(const kvq_cuda_pages& p, const char* name) {
+    expect(p.token_stride == 0 && p.head_stride == 0, KVQ_ERROR_UNSUPPORTED, name, " has tokens ",
+           p.token_stride, " and heads ", p.head_stride,
+           " bytes apart: kvq_cuda_pages_convert alone takes strides");
+}
+
+/// Pages on one side of a conversion.
+cuda::detail::layer_view side_of_conversion(const cuda::device_format& kernels, const kvq_cuda_part& part,
+                                            int columns, int kv_heads, int sequences, const int* tokens,
+                                            int& number, const char* name) {
+    expect_data(part.table, name);
+    expect(columns >= 1, KVQ_ERROR_ARGUMENT, name, " has ", columns, " columns");
+    expect(part.first_page == nullptr && part.end_page == nullptr, KVQ_ERROR_ARGUMENT, name,
+           " has first_page or end_page; a table says by negative entries what is not there");
+    number = number_of(kernels, part.pages.format, name);
+    cuda::detail::layer_view l{};
+    l.layer = layer_of(kernels, part.pages, number, -1, name);
+    l.window = memory_of(kernels, part.pages, number, kv_heads, name);
+    l.window_table = part.table;
+    l.ring = l.columns = columns;
+    l.tokens = tokens;
+    l.sequences = sequences;
+    l.kv_heads = kv_heads;
+    if (number < 0) {
+        expect_dense(part.pages, name);
+    } else {
+        cuda::detail::layer_view::part& p = l.quantized[number];
+        p.pages = l.window;
+        p.table = part.table;
+        p.token_bytes = part.pages.token_stride;
+        p.head_bytes = part.pages.head_stride;
+        set_scales(kernels, part.pages, number, p, name);
+    }
+    return l;
+}
+
+cuda::detail::float_page float_page_of(const cuda::device_format& kernels, int kv_heads) {
+    return {kv_heads, kernels.page_tokens, kernels.head_dim, kernels.value_dim};
 }
 
 void expect_heads(int kv_heads) {
@@ -118,6 +181,8 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
         v.quantized[number] = {memory_of(kernels, part.pages, number, l.kv_heads, "a part"), part.table,
                                part.table, part.first_page,
                                part.end_page != nullptr ? part.end_page : l.committed};
+        expect_dense(part.pages, "a part");
+        set_scales(kernels, part.pages, number, v.quantized[number], "a part");
     }
     return v;
 }
@@ -152,7 +217,10 @@ kvq_status kvq_cuda_kernels_page_bytes(const kvq_cuda_kernels* kernels, const ch
         const kvq::cuda::device_format& of = get(kernels, "kernels").format;
         expect_heads(kv_heads);
         std::byte any{};
-        const kvq_cuda_pages pages{format, &any, &any, 0, 0, page_tokens, 0};
+        kvq_cuda_pages pages{};
+        pages.format = format;
+        pages.keys = pages.values = &any;
+        pages.page_tokens = page_tokens;
         const auto m = memory_of(of, pages, number_of(of, format, "format"), kv_heads, format);
         place(keys, "keys") = m.key_page_bytes;
         place(values, "values") = m.value_page_bytes;
@@ -213,8 +281,14 @@ kvq_status kvq_cuda_pages_requantize(const kvq_cuda_kernels* kernels, int32_t kv
         l.layer = layer_of(of, *to, target, layer_of(of, *from, source, -1, "from"), "to");
         l.not_finite = not_finite;
         const auto source_memory = memory_of(of, *from, source, kv_heads, "from");
-        if (source >= 0) l.quantized[source].pages = source_memory;
+        expect_dense(*from, "from");
+        expect_dense(*to, "to");
+        if (source >= 0) {
+            l.quantized[source].pages = source_memory;
+            set_scales(of, *from, source, l.quantized[source], "from");
+        }
         l.quantized[target].pages = memory_of(of, *to, target, kv_heads, "to");
+        set_scales(of, *to, target, l.quantized[target], "to");
         check(of.functions->requantize(l, source, source_memory, target, of.same_schemes(source, target),
                                        from_pages, to_pages, count, stream_of(stream)));
     });
@@ -240,11 +314,60 @@ kvq_status kvq_cuda_pages_dequantize(const kvq_cuda_kernels* kernels, int32_t kv
         kvq::cuda::detail::layer_view l{};
         l.layer = layer_of(of, from->pages, number, -1, "from");
         l.quantized[number] = {memory_of(of, from->pages, number, kv_heads, "from"), from->table};
+        expect_dense(from->pages, "from");
+        set_scales(of, from->pages, number, l.quantized[number], "from");
         l.tokens = tokens;
         l.sequences = sequences;
         l.columns = columns;
         l.kv_heads = kv_heads;
         check(of.functions->dequantize(l, number, keys, values, starts, stream_of(stream)));
+    });
+}
+
+kvq_status kvq_cuda_kernels_convert_bytes(const kvq_cuda_kernels* to_kernels, int32_t kv_heads, int32_t pages,
+                                          size_t* bytes) {
+    return guard([&] {
+        const kvq::cuda::device_format& to = get(to_kernels, "to_kernels").format;
+        expect_heads(kv_heads);
+        expect(pages >= 1, KVQ_ERROR_ARGUMENT, "a turn has ", pages, " pages");
+        place(bytes, "bytes") = float_page_of(to, kv_heads).workspace(static_cast<std::size_t>(pages));
+    });
+}
+
+kvq_status kvq_cuda_pages_convert(const kvq_cuda_kernels* from_kernels, const kvq_cuda_part* from,
+                                  int32_t from_columns, const kvq_cuda_kernels* to_kernels,
+                                  const kvq_cuda_part* to, int32_t to_columns, int32_t kv_heads,
+                                  int32_t sequences, const int32_t* tokens, void* workspace,
+                                  size_t workspace_bytes, uint32_t* not_finite, void* stream) {
+    return guard([&] {
+        const kvq::cuda::device_format &source = get(from_kernels, "from_kernels").format,
+                                       &target = get(to_kernels, "to_kernels").format;
+        expect_data(from, "from");
+        expect_data(to, "to");
+        expect_data(tokens, "tokens");
+        expect_heads(kv_heads);
+        expect(sequences >= 0, KVQ_ERROR_ARGUMENT, sequences, " sequences");
+        expect(source.head_dim == target.head_dim && source.value_dim == target.value_dim, KVQ_ERROR_ARGUMENT,
+               "from_kernels are of heads of ", source.head_dim, " channels, to_kernels of ",
+               target.head_dim);
+        int from_number = 0, to_number = 0;
+        const auto s =
+            side_of_conversion(source, *from, from_columns, kv_heads, sequences, tokens, from_number, "from");
+        auto t = side_of_conversion(target, *to, to_columns, kv_heads, sequences, tokens, to_number, "to");
+        t.not_finite = not_finite;
+        expect(to_number >= 0, KVQ_ERROR_ARGUMENT,
+               "to has the window's type: kvq_cuda_pages_dequantize writes tensors in it");
+        expect(1LL * sequences * to_columns <= 1LL << 28, KVQ_ERROR_ARGUMENT, sequences, " sequences with ",
+               to_columns, " columns");
+        const kvq::cuda::detail::target_columns columns{to->table, sequences, to_columns, target.page_tokens,
+                                                        0};
+        check(kvq::cuda::detail::convert_in_turns(
+            float_page_of(target, kv_heads), columns, workspace, workspace_bytes,
+            [&](const kvq::cuda::detail::convert_turn& turn) {
+                if (auto r = source.functions->gather(s, from_number, columns, turn, stream_of(stream)); !r)
+                    return r;
+                return target.functions->quantize_turn(t, to_number, turn, stream_of(stream));
+            }));
     });
 }
 

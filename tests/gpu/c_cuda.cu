@@ -52,6 +52,7 @@ kvq::library_format_list kvq::library_device_formats() noexcept {
         kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16,
                                       keys_and_values<named<64>::int8, named<64>::kivi_4_g64>>(),
         kvq::cuda::make_device_format<kvq::float16, of::std4_h>(),
+        kvq::cuda::make_device_format<kvq::float16, named<64, 32>::fp8>(),
         kvq::cuda::make_device_format<kvq::float16,
                                       kvq::cuda::latent_pair<kvq::kivi<4, 32>::keys, 64, 16, 64, 64>,
                                       kvq::cuda::latent_pair<kvq::int8, 64, 16, 64, 64>>(),
@@ -1330,7 +1331,12 @@ void pages_of_the_caller() {
         pool(const char* format, std::pair<std::size_t, std::size_t> bytes, int count, int tokens)
             : keys(std::vector<std::byte>(bytes.first * static_cast<std::size_t>(count))),
               values(std::vector<std::byte>(bytes.second * static_cast<std::size_t>(count))),
-              c{format, keys.get(), values.get(), 0, 0, tokens, 0} {}
+              c{} {
+            c.format = format;
+            c.keys = keys.get();
+            c.values = values.get();
+            c.page_tokens = tokens;
+        }
     };
     pool window("fp16", bytes_of("fp16", 0), 8, 0), sink_pages("fp16", bytes_of("fp16", 16), 2, 16),
         kivi("kivi-4-g64", bytes_of("kivi-4-g64", 0), 3, 0), int8("int8", bytes_of("int8", 0), 1, 0);
@@ -1560,6 +1566,134 @@ void pages_of_the_caller() {
     REFUSED(kvq_cuda_kernels_free(kernels), KVQ_ERROR_HANDLE, "was freed");
 }
 
+/// vLLM's pages of fp8, [page][token][head], with scales of the tensors, to pages of int8 of another size and
+/// back: the CPU's bytes; bad input.
+void conversion_of_pages() {
+    test::rng r{9};
+    constexpr int heads = 3, sequences = 3, lengths[sequences] = {70, 0, 33}, small = 32, large = 64,
+                  from_columns = 4, to_columns = 2, row = dim, count = 12;
+    constexpr float scales[] = {0.5f, 2.0f};
+    kvq_cuda_kernels *of_rows = nullptr, *of_codes = nullptr;
+    OK(kvq_cuda_kernels_find("fp8", dim, small, nullptr, &of_rows));
+    OK(kvq_cuda_kernels_find("int8", dim, large, nullptr, &of_codes));
+    std::vector<std::int32_t> numbers(count);
+    std::iota(numbers.begin(), numbers.end(), 0);
+    std::shuffle(numbers.begin(), numbers.end(), r);
+    const std::vector<std::int32_t> small_table(numbers.begin(), numbers.begin() + sequences * from_columns),
+        large_table{4, 1, -1, -1, 2, -1};
+    const uploaded<std::int32_t> from_table(small_table), to_table(large_table),
+        tokens(std::vector<std::int32_t>(lengths, lengths + sequences));
+    constexpr std::size_t page_bytes = std::size_t{small} * heads * row;
+    std::vector<std::byte> bytes[2];
+    for (auto& b : bytes) {
+        b.resize(count * page_bytes);
+        for (std::byte& x : b) x = static_cast<std::byte>(r() % 0x7fu | (r() & 0x80u));
+    }
+    const uploaded<std::byte> keys(bytes[0]), values(bytes[1]);
+    const auto byte_at = [&](int v, int s, int t, int h) {
+        const int page = small_table[static_cast<std::size_t>(s * from_columns + t / small)];
+        return &bytes[v][static_cast<std::size_t>(page) * page_bytes +
+                         static_cast<std::size_t>((t % small * heads + h) * row)];
+    };
+    // Pages of int8, and what they hold.
+    std::size_t size[2];
+    OK(kvq_cuda_kernels_page_bytes(of_codes, "int8", 0, heads, &size[0], &size[1]));
+    std::vector<std::byte> want[2], back[2] = {bytes[0], bytes[1]};
+    for (int v = 0; v < 2; ++v) {
+        want[v].resize(5 * size[v]);
+        const kvq::block_shape shape{v == 0 ? kvq::tensor::key : kvq::tensor::value, large, dim};
+        for (int s = 0; s < sequences; ++s)
+            for (int c = 0; c * large < lengths[s]; ++c)
+                for (int h = 0; h < heads; ++h) {
+                    std::vector<float> x(shape.values());
+                    const int n = std::min(large, lengths[s] - c * large);
+                    for (int t = 0; t < n; ++t)
+                        for (int i = 0; i < dim; ++i)
+                            x[static_cast<std::size_t>(t * dim + i)] =
+                                scales[v] * kvq::e4m3::to_float(std::to_integer<std::uint8_t>(
+                                                byte_at(v, s, c * large + t, h)[i]));
+                    const int page = large_table[static_cast<std::size_t>(s * to_columns + c)];
+                    const std::size_t block = kvq::int8{}.block_bytes(shape);
+                    std::byte* const to = &want[v][static_cast<std::size_t>(page) * size[v] +
+                                                   static_cast<std::size_t>(h) * block];
+                    kvq::int8{}.quantize(shape, {0, h}, x.data(), to);
+                    kvq::int8{}.dequantize(shape, {0, h}, to, x.data());
+                    const kvq::token_rows rows(kvq::row_layout_named("fp8"), scales[v]);
+                    std::vector<std::byte> codes(rows.block_bytes(shape));
+                    rows.quantize(shape, {0, h}, x.data(), codes.data());
+                    for (int t = 0; t < n; ++t)
+                        std::copy_n(&codes[static_cast<std::size_t>(t * row)], row,
+                                    back[v].data() + (byte_at(v, s, c * large + t, h) - bytes[v].data()));
+                }
+    }
+    const uploaded<std::byte> coded_keys(std::vector<std::byte>(want[0].size())),
+        coded_values(std::vector<std::byte>(want[1].size()));
+    kvq_cuda_part rows{}, codes{};
+    rows.table = from_table.get();
+    rows.pages.format = "fp8";
+    rows.pages.keys = keys.get();
+    rows.pages.values = values.get();
+    rows.pages.key_stride = rows.pages.value_stride = page_bytes;
+    rows.pages.key_scale = scales[0];
+    rows.pages.value_scale = scales[1];
+    rows.pages.token_stride = heads * row;
+    rows.pages.head_stride = row;
+    codes.table = to_table.get();
+    codes.pages.format = "int8";
+    codes.pages.keys = coded_keys.get();
+    codes.pages.values = coded_values.get();
+    std::size_t of_turn = 0, of_back = 0;
+    OK(kvq_cuda_kernels_convert_bytes(of_codes, heads, 2, &of_turn));
+    OK(kvq_cuda_kernels_convert_bytes(of_rows, heads, 100, &of_back));
+    const uploaded<std::byte> workspace(std::vector<std::byte>(std::max(of_turn, of_back)));
+    const auto there = [&](const kvq_cuda_part& from, const kvq_cuda_part& to, std::size_t space) {
+        return kvq_cuda_pages_convert(of_rows, &from, from_columns, of_codes, &to, to_columns, heads,
+                                      sequences, tokens.get(), workspace.get(), space, nullptr, nullptr);
+    };
+    OK(there(rows, codes, of_turn));
+    CUDA_OK(cudaStreamSynchronize(nullptr));
+    CHECK(coded_keys.download() == want[0] && coded_values.download() == want[1], "pages of int8");
+    OK(kvq_cuda_pages_convert(of_codes, &codes, to_columns, of_rows, &rows, from_columns, heads, sequences,
+                              tokens.get(), workspace.get(), of_back, nullptr, nullptr));
+    CUDA_OK(cudaStreamSynchronize(nullptr));
+    for (int v = 0; v < 2; ++v) {
+        const auto got = (v == 0 ? keys : values).download();
+        for (int s = 0; s < sequences; ++s)
+            for (int t = 0; t < lengths[s] * heads; ++t) {
+                const auto at = byte_at(v, s, t / heads, t % heads) - bytes[v].data();
+                CHECK(std::memcmp(&got[static_cast<std::size_t>(at)], &back[v][static_cast<std::size_t>(at)],
+                                  row) == 0,
+                      "row %d of sequence %d", t, s);
+            }
+    }
+    // Bad input.
+    REFUSED(there(rows, codes, 100), KVQ_ERROR_ARGUMENT, "bytes of workspace");
+    kvq_cuda_part bad = codes;
+    bad.pages.key_scale = 2.0f;
+    REFUSED(there(rows, bad, of_turn), KVQ_ERROR_ARGUMENT, "int8");
+    bad.pages.key_scale = 0.0f;
+    bad.pages.token_stride = 64;
+    REFUSED(there(rows, bad, of_turn), KVQ_ERROR_ARGUMENT, "tokens have no strides");
+    bad = codes;
+    bad.first_page = to_table.get();
+    REFUSED(there(rows, bad, of_turn), KVQ_ERROR_ARGUMENT, "first_page");
+    bad = codes;
+    bad.pages.format = "fp16";
+    REFUSED(there(rows, bad, of_turn), KVQ_ERROR_ARGUMENT, "to has the window's type");
+    bad = rows;
+    bad.pages.head_stride = 24;
+    REFUSED(there(bad, codes, of_turn), KVQ_ERROR_ARGUMENT, "multiples of 16");
+    const uploaded<std::int32_t> one({0});
+    kvq_cuda_pages window{};
+    window.keys = window.values = keys.get();
+    window.format = "fp16";
+    REFUSED(kvq_cuda_pages_requantize(of_rows, heads, &window, one.get(), &rows.pages, one.get(), 1, nullptr,
+                                      nullptr),
+            KVQ_ERROR_UNSUPPORTED, "kvq_cuda_pages_convert alone takes strides");
+    OK(kvq_cuda_kernels_free(of_rows));
+    OK(kvq_cuda_kernels_free(of_codes));
+}
+
 /// Pages whose signs depend on the layer: those of the second layer are the CPU's, and no other layer's.
 void pages_with_signs() {
     test::rng r{6};
@@ -1592,8 +1726,13 @@ void pages_with_signs() {
     const uploaded<std::byte> coded_keys(std::vector<std::byte>(2 * keys)),
         coded_values(std::vector<std::byte>(2 * values)), plain_keys(std::vector<std::byte>(2 * window_keys)),
         plain_values(std::vector<std::byte>(2 * window_values));
-    kvq_cuda_pages coded{"std4-h", coded_keys.get(), coded_values.get(), 0, 0, 0, 0};
-    const kvq_cuda_pages plain{"fp16", plain_keys.get(), plain_values.get(), 0, 0, 0, 0};
+    kvq_cuda_pages coded{}, plain{};
+    coded.format = "std4-h";
+    coded.keys = coded_keys.get();
+    coded.values = coded_values.get();
+    plain.format = "fp16";
+    plain.keys = plain_keys.get();
+    plain.values = plain_values.get();
     std::vector<std::int64_t> slots(length);
     for (int t = 0; t < length; ++t) slots[static_cast<std::size_t>(t)] = t;
     const uploaded<std::int64_t> all(slots);
@@ -1917,6 +2056,7 @@ int main() {
     alibi();
     graphs();
     pages_of_the_caller();
+    conversion_of_pages();
     pages_with_signs();
     bad_input();
     return test::report("c_cuda");

@@ -118,6 +118,7 @@ void check_strides() {
     refused("rows of keys have 8 bytes of scales", [](auto& c) { c.own_keys.memory.scales = nullptr; });
     refused("rows of values have 0 bytes of scales",
             [](auto& c) { c.own_values.memory.scales = c.value_pages; });
+    refused("more than 2 GB", [](auto& c) { c.own_keys.memory.token_bytes = std::size_t{1} << 28; });
     refused("not multiples of 4", [](auto& c) { c.own_keys.memory.scale_token_bytes = 2; });
 }
 

@@ -46,6 +46,41 @@ class OnGpu(unittest.TestCase):
         torch.manual_seed(1)
 
 
+class EnginePages(OnGpu):
+    def test_conversion(self):
+        """Pages of kivi-4-g64 to pages in another order and back, a part of them; the CPU's bytes."""
+        tokens, pages, columns = 130, 5, 3
+        of = [kvq.Format("kivi-4-g64", role) for role in ("key", "value")]
+        x = torch.randn(2, 64 * columns, KV, D)
+        made = [[f.quantize(x[i, 64 * c:64 * c + 64]) for c in range(columns)] for i, f in enumerate(of)]
+        held = [torch.zeros(pages, len(made[i][0]), dtype=torch.uint8) for i in range(2)]
+        for i in range(2):
+            for c, page in enumerate((3, 0, 4)):
+                held[i][page] = torch.frombuffer(bytearray(made[i][c]), dtype=torch.uint8)
+        source = [h.to(DEVICE) for h in held]
+        target = [torch.zeros_like(h) for h in source]
+        tables = [torch.tensor([t], dtype=torch.int32, device=DEVICE) for t in ([3, 0, 4], [1, -1, 2])]
+        given = dict(kv_heads=KV, head_dim=D, page_tokens=64)
+        views = [kvq.cuda.Pages("kivi-4-g64", *of_side, table, **given) for of_side, table in zip((source, target), tables)]
+        lengths = torch.tensor([tokens], dtype=torch.int32, device=DEVICE)
+        kvq.cuda.convert_pages(*views, lengths, pages_at_once=2)
+        for i, f in enumerate(of):
+            for column, page in ((0, 1), (2, 2)):
+                n = min(64, tokens - 64 * column)
+                values = torch.zeros(64, KV, D)
+                values[:n] = f.dequantize(made[i][column], torch.empty(64, KV, D))[:n]
+                self.assertEqual(bytes(target[i][page].cpu().tolist()), f.quantize(values))
+            self.assertEqual(int(target[i][0].sum()) + int(target[i][3:].sum()), 0)
+        with self.assertRaisesRegex(kvq.ArgumentError, "none of the formats|none for std5|no kernels"):
+            kvq.cuda.Pages("std5", *source, tables[0], **given)
+        with self.assertRaisesRegex(kvq.ArgumentError, "a page of kivi-4-g64 is [0-9]+ contiguous bytes"):
+            kvq.cuda.Pages("kivi-4-g64", source[0][:, :64], source[1], tables[0], **given)
+        with self.assertRaisesRegex(kvq.ArgumentError, "source has 1 sequences of 2 kv heads, target 1 of 1"):
+            kvq.cuda.convert_pages(views[0], kvq.cuda.Pages("kivi-4-g64", *target, tables[1], **{**given, "kv_heads": 1}), lengths)
+        with self.assertRaisesRegex(kvq.ArgumentError, "not bytes"):
+            kvq.cuda.Pages("kivi-4-g64", *source, tables[0], order="NHD", **given)
+
+
 class Caches(OnGpu):
     def both(self, **options):
         given = dict(sinks=4, recent=40, rollback=16, page_tokens=64)

@@ -88,7 +88,8 @@ class kvq_cuda_prefix_statistics(Struct):
 
 class kvq_cuda_pages(Struct):
     _fields_ = [("format", c_char_p), ("keys", c_void_p), ("values", c_void_p), ("key_stride", c_size_t),
-                ("value_stride", c_size_t), ("page_tokens", c_int32), ("layer", c_int32)]
+                ("value_stride", c_size_t), ("page_tokens", c_int32), ("layer", c_int32), ("key_scale", c_float),
+                ("value_scale", c_float), ("token_stride", c_size_t), ("head_stride", c_size_t)]
 
 
 class kvq_cuda_part(Struct):
@@ -182,6 +183,9 @@ FUNCTIONS: Dict[str, List[Any]] = {
         POINTER(c_int32), c_int32, POINTER(c_uint32), c_void_p],
     "kvq_cuda_pages_dequantize": [handle, c_int32, POINTER(kvq_cuda_part), c_int32, c_int32, POINTER(c_int32),
         POINTER(kvq_tensor), POINTER(kvq_tensor), POINTER(c_int32), c_void_p],
+    "kvq_cuda_kernels_convert_bytes": [handle, c_int32, c_int32, POINTER(c_size_t)],
+    "kvq_cuda_pages_convert": [handle, POINTER(kvq_cuda_part), c_int32, handle, POINTER(kvq_cuda_part), c_int32,
+        c_int32, c_int32, POINTER(c_int32), c_void_p, c_size_t, POINTER(c_uint32), c_void_p],
     "kvq_cuda_pages_attend": [handle, POINTER(kvq_cuda_layer), POINTER(kvq_tensor), POINTER(kvq_tensor),
         POINTER(kvq_cuda_attend_options), c_void_p, c_size_t, c_void_p],
     "kvq_cuda_pages_prefill": [handle, POINTER(kvq_cuda_layer), POINTER(kvq_tensor), POINTER(kvq_tensor),

@@ -33,7 +33,8 @@ from ._reports import RequantizeReport, Snapshot, StepDownReport, Usage
 from ._sequence import File, Sequence as _HostSequence, save_options
 from ._tensors import Tensor, integers
 
-__all__ = ["Cache", "CacheInfo", "FormatEntry", "PrefixCache", "PrefixStatistics", "Sequence", "StateView", "available", "formats"]
+__all__ = ["Cache", "CacheInfo", "FormatEntry", "Pages", "PrefixCache", "PrefixStatistics", "Sequence", "StateView", "available",
+           "convert_pages", "formats"]
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _NUMBERS = {torch.float16: _abi.FP16, torch.bfloat16: _abi.BF16}
@@ -726,6 +727,82 @@ class PrefixCache(Handle):
         c = _cuda_abi.kvq_cuda_prefix_statistics()
         self._f.kvq_cuda_prefix_cache_get_statistics(self, ctypes.byref(c))
         return from_c(PrefixStatistics, c, fetches=dict(zip(_PLACES, c.fetches)))
+
+
+class Pages:
+    """Keys and values of a batch in device memory of the caller, such as an engine's pages: what convert_pages reads or writes.
+
+    format       by name: "fp8", "std4", "int8/std4", ... of formats(), or "fp16" and "bf16"
+    keys         [pages][...]: a page is the blocks of all kv heads, one after the other (kvq's pages; FlashInfer's and vLLM's HND)
+    values       the same
+    block_table  int32 [sequences][columns] on the device: numbers of pages; negative: there is none
+    kv_heads, head_dim, page_tokens
+    order        "NHD", of fp8 and fp8-e5m2: keys and values are [pages][page_tokens][kv_heads][head_dim] (vLLM, SGLang), with any
+                 strides of the first three axes
+    key_scale    by which numbers of fp8 and nvfp4 were divided (vLLM's k_scale); value_scale
+    layer        of the model, from 0: formats behind a transform (std4-h) need it
+    dtype        float16 or bfloat16: which of formats() is taken
+    """
+
+    def __init__(self, format: str, keys: torch.Tensor, values: torch.Tensor, block_table: torch.Tensor, *, kv_heads: int,
+                 head_dim: int, page_tokens: int = 128, order: str = "HND", key_scale: float = 1.0, value_scale: float = 1.0,
+                 layer: Optional[int] = None, dtype: torch.dtype = torch.float16) -> None:
+        if order not in ("HND", "NHD"):
+            raise ArgumentError(f'kvq: order is {order!r}, neither "NHD" nor "HND"')
+        if block_table.dim() != 2:
+            raise ArgumentError(f"kvq: block_table has shape {list(block_table.shape)}, not [sequences][columns]")
+        _expect_on_device("block_table", block_table, torch.int32)
+        self._f, self.kv_heads, self._held = _functions(), kv_heads, (keys, values, block_table)
+        self.sequences, self.columns = block_table.shape
+        names: Tuple[str, ...] = (format,)
+        if format in _NAMES.values():  # the kernels of any format read pages of the window's type
+            shape = (head_dim, page_tokens, format)
+            names = next((e.formats for e in formats() if (e.head_dim, e.page_tokens, e.window) == shape and not e.alibi), names)
+        self._kernels = Handle(ask(self._f.kvq_cuda_kernels_find, text(",".join(names)), head_dim, page_tokens, text(_NAMES[dtype])),
+                               self._f.kvq_cuda_kernels_free)
+        pages = _cuda_abi.kvq_cuda_pages(format=text(format), layer=0 if layer is None else layer + 1)
+        bytes_of = (ctypes.c_size_t(), ctypes.c_size_t())
+        self._f.kvq_cuda_kernels_page_bytes(self._kernels, text(format), page_tokens, kv_heads, *map(ctypes.byref, bytes_of))
+        for name, x, least in (("key", keys, bytes_of[0].value), ("value", values, bytes_of[1].value)):
+            if x.device.type != _KIND:
+                raise UnsupportedError(f"kvq: {name}s are on {x.device}, not on a GPU")
+            size, strides = x.element_size(), x.stride()
+            setattr(pages, name + "s", x.data_ptr())
+            setattr(pages, name + "_stride", strides[0] * size)
+            if order == "NHD":
+                if list(x.shape[1:]) != [page_tokens, kv_heads, head_dim] or strides[3] != 1 or size != 1:
+                    raise ArgumentError(f"kvq: {name}s are {x.dtype} {list(x.shape)} with strides {list(strides)}, not bytes "
+                                        f"[pages][{page_tokens}][{kv_heads}][{head_dim}]")
+                if name == "value" and (strides[1], strides[2]) != (pages.token_stride, pages.head_stride):
+                    raise ArgumentError("kvq: keys and values have different strides of tokens or heads")
+                pages.token_stride, pages.head_stride = strides[1], strides[2]
+            elif x.shape[0] > 0 and (not x[0].is_contiguous() or x[0].numel() * size < least):
+                raise ArgumentError(f"kvq: {name}s are {x.dtype} {list(x.shape)} with strides {list(strides)}; a page of {format} is "
+                                    f"{least} contiguous bytes")
+        if (key_scale, value_scale) != (1.0, 1.0):
+            pages.key_scale, pages.value_scale = key_scale, value_scale
+        self._c = _cuda_abi.kvq_cuda_part(pages=pages, table=block_table.data_ptr())
+
+
+def convert_pages(source: Pages, target: Pages, tokens: torch.Tensor, *, pages_at_once: int = 256) -> None:
+    """All pages that target's table names from those of source's: between formats and page sizes, on the device, with the bytes of
+    the CPU. On torch's current stream; nothing waits.
+
+    tokens  int32 [sequences] on the device; what source does not hold is zeros
+    """
+    if (source.sequences, source.kv_heads) != (target.sequences, target.kv_heads):
+        raise ArgumentError(f"kvq: source has {source.sequences} sequences of {source.kv_heads} kv heads, target {target.sequences} of "
+                            f"{target.kv_heads}")
+    _expect_on_device("tokens", tokens, torch.int32)
+    if tokens.shape != (source.sequences,):
+        raise ArgumentError(f"kvq: tokens have shape {list(tokens.shape)}, for {source.sequences} sequences")
+    f = source._f
+    of_turn = ask(f.kvq_cuda_kernels_convert_bytes, target._kernels, target.kv_heads, pages_at_once, out=ctypes.c_size_t)
+    workspace = torch.empty(of_turn, dtype=torch.uint8, device=tokens.device)
+    f.kvq_cuda_pages_convert(source._kernels, ctypes.byref(source._c), source.columns, target._kernels, ctypes.byref(target._c),
+                             target.columns, source.kv_heads, source.sequences,
+                             ctypes.cast(tokens.data_ptr(), ctypes.POINTER(ctypes.c_int32)), workspace.data_ptr(), of_turn, None,
+                             _raw_stream(tokens.device.index) if _KIND == "cuda" else None)
 
 
 class _Memory:

@@ -35,7 +35,14 @@ struct unit_ring {
             halves = (halves & ~(3u << 2 * slot)) | there << 2 * slot;
             present = there != 0 ? present | bit : present & ~bit;
             using unit = std::conditional_t<Role == tensor::key, keys, values>;
-            if (there != 0)
+            if constexpr (is_strided<Pair>) {
+                const auto rows = [&](int of) {
+                    return of < 0 ? row_address{} : a.cache.template row<Role>(of, head, 0);
+                };
+                if (there != 0)
+                    unit::copy_strided(to_slot, rows(page), rows(second),
+                                       a.cache.template row_memory_of<Role>(), lane, 16);
+            } else if (there != 0)
                 unit::copy(to_slot, page < 0 ? nullptr : a.cache.template block<Role>(page, head),
                            second < 0 ? nullptr : a.cache.template block<Role>(second, head), lane, band);
         } else if (Memory::halves || page >= 0) {
@@ -56,7 +63,7 @@ struct unit_ring {
             if constexpr (is_strided<Pair>)
                 std::conditional_t<Role == tensor::key, keys, values>::copy_strided(
                     to_warp_tile,
-                    a.cache.template row<Role>(Memory::halves ? larger(page, 0) : page, head, first),
+                    a.cache.template row<Role>(Memory::halves ? larger(page, 0) : page, head, first), {},
                     a.cache.template row_memory_of<Role>(), lane, there ? 16 : 0);
             else if constexpr (has_lower<Pair>)
                 std::conditional_t<Role == tensor::key, keys, values>::copy(

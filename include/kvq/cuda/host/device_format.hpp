@@ -23,6 +23,7 @@
 #include "../decode/moved_keys.hpp"
 #include "../layout/page_cuts.hpp"
 #include "../layout/status.hpp"
+#include "../quantize/convert_turns.hpp"
 #include "../quantize/kept_tensors.hpp"
 #include "../store/page_memory.hpp"
 
@@ -60,6 +61,10 @@ struct layer_view {
         const float* key_feedback = nullptr;
         const float *columns[2] = {}, *rows[2] = {};  // of the layer's rotations of K and V, or null
         layer_memory lower = {};                      // planes, of a format with two
+        // Of rows of tokens: scales of the tensors, and from one token and head to the next in pages of
+        // another system; 0: pages of kvq.
+        float scales[2] = {1.0f, 1.0f};
+        std::size_t token_bytes = 0, head_bytes = 0;
     };
     part quantized[most_formats];
     resident_memory resident;
@@ -153,6 +158,10 @@ struct device_functions {
     status (*requantize)(const layer_view&, int from, const layer_memory& window_pages, int to,
                          kept_tensors kept, const int* from_pages, const int* to_pages, int count,
                          cudaStream_t);
+    // The halves of a conversion (quantize/convert.cuh). from: a format, or -1 for pages of the window, whose
+    // table is no ring here.
+    status (*gather)(const layer_view&, int from, const target_columns&, const convert_turn&, cudaStream_t);
+    status (*quantize_turn)(const layer_view&, int to, const convert_turn&, cudaStream_t);
     /// Tokens of format `part` to rows starts[sequence] + token; no sinks, no plans.
     status (*dequantize)(const layer_view&, int part, const output_rows& keys, const output_rows& values,
                          const int* starts, cudaStream_t);
@@ -228,6 +237,7 @@ struct device_format {
         /// block's lower plane, K and V. -1: it has one.
         int upper = -1;
         std::size_t lower_blocks[2] = {};
+        bool turned = false;  ///< behind transforms, whose signs depend on the layer
     };
     int head_dim = 0, value_dim = 0, page_tokens = 0;
     float_type type = float_type::fp16;  ///< of the window, and of k, v, q and out

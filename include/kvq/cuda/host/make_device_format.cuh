@@ -27,6 +27,7 @@
 #include "../store/state_snapshots.cuh"
 #include "../store/store_new_tokens.cuh"
 #include "block_names.cuh"
+#include "make_conversion.cuh"
 #include "make_key_plans.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -125,6 +126,12 @@ struct device_table {
         c.key_feedback = p.key_feedback;
         c.head_tables = l.head_tables;
         if constexpr (has_lower<Pair>) static_cast<layer_memory&>(c.lower) = p.lower;
+        if constexpr (token_row_scheme<typename Pair::keys>)
+            c.own_keys.scheme = typename Pair::keys(p.scales[0]);
+        if constexpr (token_row_scheme<typename Pair::values>)
+            c.own_values.scheme = typename Pair::values(p.scales[1]);
+        if constexpr (is_strided<Pair>)
+            c.own_keys.memory = c.own_values.memory = {p.token_bytes, p.head_bytes};
         for (const tensor role : {tensor::key, tensor::value})
             c.set_transform(role, l.layer, p.columns[static_cast<int>(role)], p.rows[static_cast<int>(role)]);
         return c;
@@ -477,6 +484,8 @@ struct device_table {
                                                 &store_new,
                                                 &store,
                                                 &requantize,
+                                                &convert_functions<device_table>::gather,
+                                                &convert_functions<device_table>::quantize,
                                                 &dequantize,
                                                 &attend,
                                                 &store_and_attend,
@@ -548,6 +557,7 @@ device_format make_scored_format() {
             k.lower_blocks[0] = Pair::lower_key_bytes;
             k.lower_blocks[1] = Pair::lower_value_bytes;
         }
+        k.turned = detail::pair_turns<Pair>;
         k.name = k.key_names[0] + "/" + k.value_names[0];
         for (const std::string& name : k.key_names)
             if (std::ranges::find(k.value_names, name) != k.value_names.end()) {

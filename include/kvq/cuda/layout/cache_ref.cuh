@@ -344,11 +344,16 @@ struct cache_ref {
     KVQ_HD detail::row_address row(int page, int head,
                                    int token) const noexcept requires detail::is_strided<Pair> {
         const row_memory& m = row_memory_of<Role>();
-        const auto of_page = static_cast<std::size_t>(page), of_head = static_cast<std::size_t>(head),
-                   of_token = static_cast<std::size_t>(token);
-        return {block<Role>(page, head) + of_token * m.token_bytes, m.scales + of_page * m.scale_page_bytes +
-                                                                        of_head * m.scale_head_bytes +
-                                                                        of_token * m.scale_token_bytes};
+        [[maybe_unused]] const auto of_page = static_cast<std::size_t>(page),
+                                    of_head = static_cast<std::size_t>(head);
+        const auto of_token = static_cast<std::size_t>(token);
+        std::byte* const at = block<Role>(page, head) + of_token * m.token_bytes;
+        if constexpr (detail::scheme_of<Role, Pair>::fixed_layout().scales_behind(
+                          detail::dim_of<Role, Pair>) == 0)
+            return {at, nullptr};
+        else
+            return {at, m.scales + of_page * m.scale_page_bytes + of_head * m.scale_head_bytes +
+                            of_token * m.scale_token_bytes};
     }
     /// The lower plane of that block, of a format with two.
     template <tensor Role>
@@ -445,6 +450,10 @@ status check_rows(const cache_ref<Pair>& c) noexcept {
             "rows of %s have %zu bytes, but tokens are %zu bytes apart and heads %zu; both must be "
             "multiples of 16",
             name, bytes, m.token_bytes, m.head_bytes);
+    constexpr auto tokens = static_cast<std::size_t>(Pair::page_tokens);
+    if (m.token_bytes > 0x7fffffffu / tokens || m.scale_token_bytes > 0x7fffffffu / tokens)
+        return bad_value("%zu tokens of %s that are %zu bytes apart are more than 2 GB a page", tokens, name,
+                         kvq::detail::larger(m.token_bytes, m.scale_token_bytes));
     if ((scales > 0) != (m.scales != nullptr))
         return bad_value("rows of %s have %d bytes of scales beside them, but the pointer is %s", name,
                          scales, m.scales == nullptr ? "null" : "not null");

@@ -24,7 +24,7 @@ using two_pages = block_pair<typename Pair::keys, typename Pair::values, Pair::h
 template <tensor Role, class Pair>
 inline constexpr bool joins_role = [] {
     if constexpr (read_by_numbers<scheme_of<Role, Pair>>) {
-        return false;
+        return token_row_scheme<scheme_of<Role, Pair>>;  // row_warp_tile.cuh
     } else {
         using traits = word_traits<scheme_of<Role, Pair>>;
         bool whole_words = true;  // none holds tokens of both pages

@@ -12,6 +12,7 @@
 // Contract: as warp_tile.cuh; numbers: row_numbers.cuh.
 #pragma once
 
+#include "joined_warp_tile.cuh"
 #include "row_numbers.cuh"
 #include "warp_tile.cuh"
 
@@ -22,14 +23,18 @@ template <class Pair>
 using values_like =
     block_pair<kvq::full<float16>, kvq::full<float16>, Pair::head_dim, Pair::page_tokens, Pair::value_dim>;
 
+/// The same of the pages of a warp tile: one, or two that are joined (joined_warp_tile.cuh).
+template <class Pair, int Tokens>
+using values_of_tile = values_like<std::conditional_t<(Tokens > Pair::page_tokens), two_pages<Pair>, Pair>>;
+
 template <tensor Role, class Pair, int Tokens>
-struct row_warp_tile : code_warp_tile<Role, values_like<Pair>, Tokens, false> {
-    using base = code_warp_tile<Role, values_like<Pair>, Tokens, false>;
+struct row_warp_tile : code_warp_tile<Role, values_of_tile<Pair, Tokens>, Tokens, false> {
+    using base = code_warp_tile<Role, values_of_tile<Pair, Tokens>, Tokens, false>;
     using rows_type = scheme_of<Role, Pair>;
     using reader = row_reader<rows_type>;
     using base::dim, base::key, base::page, base::lane_units, base::tile_height, base::last_height,
         base::tiles;
-    static constexpr bool in_rows = true;
+    static constexpr bool in_rows = true, joined = Tokens > Pair::page_tokens;
 
     static constexpr int row_bytes = rows_type::fixed_layout().row_bytes(dim),
                          scale_count = rows_type::fixed_layout().scales_behind(dim),
@@ -71,50 +76,71 @@ struct row_warp_tile : code_warp_tile<Role, values_like<Pair>, Tokens, false> {
     __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* block, int first, int lane,
                                                 std::uint32_t vector_bytes,
                                                 const typename base::head_type& = {}, int = 0) {
-        const std::byte* const from = block + static_cast<std::size_t>(first * row_bytes);
-        constexpr int vectors = number_bytes / 16;
-        static_for<ceil_div(vectors, warp_size)>([&](auto i) {
-            const int vector = decltype(i)::value * warp_size + lane;
-            if (vectors % warp_size == 0 || vector < vectors)
-                copy_async(to + place(16 * vector), from + 16 * vector, vector_bytes);
+        const std::byte* const rows = block + static_cast<std::size_t>(first * row_bytes);
+        const std::byte* const scales =
+            block + Pair::page_tokens * row_bytes + static_cast<std::size_t>(first * scale_count);
+        copy_vectors<number_bytes>(lane,
+                                   [&](int at) { copy_async(to + place(at), rows + at, vector_bytes); });
+        copy_vectors<Tokens * scale_count>(lane, [&](int at) {
+            copy_async(to + static_cast<std::uint32_t>(scales_at + at), scales + at, vector_bytes);
         });
-        if constexpr (scale_count > 0) {
-            constexpr int last = Tokens * scale_count / 16;
-            const std::byte* const scales = block + page * row_bytes + first * scale_count;
-            static_for<ceil_div(last, warp_size)>([&](auto i) {
-                const int vector = decltype(i)::value * warp_size + lane;
-                if (last % warp_size == 0 || vector < last)
-                    copy_async(to + static_cast<std::uint32_t>(scales_at + 16 * vector), scales + 16 * vector,
+    }
+    /// Of two pages, either of which may be null.
+    __device__ __forceinline__ static void copy(std::uint32_t to, const std::byte* first,
+                                                const std::byte* second, int lane, int = 0) requires joined {
+        constexpr int rows = number_bytes / 2, scales = Tokens * scale_count / 2;
+        copy_vectors<number_bytes>(lane, [&](int at) {
+            const std::byte* const block = at < rows ? first : second;
+            if (block != nullptr) copy_async(to + place(at), block + at % rows);
+        });
+        copy_vectors<Tokens * scale_count>(lane, [&](int at) {
+            const std::byte* const block = at < scales ? first : second;
+            if (block != nullptr)
+                copy_async(to + static_cast<std::uint32_t>(scales_at + at),
+                           block + rows + (at < scales ? at : at - scales));
+        });
+    }
+    /// From another system's memory; of two pages, where they are joined. Rows may be null then.
+    __device__ __forceinline__ static void copy_strided(std::uint32_t to, const row_address& first,
+                                                        const row_address& second, const row_memory& m,
+                                                        int lane, std::uint32_t vector_bytes) {
+        constexpr int page = joined ? Pair::page_tokens : Tokens, of_row = row_bytes / 16;
+        const auto stride = static_cast<std::uint32_t>(m.token_bytes);
+        const auto page_of = [&](int token) -> const row_address& { return token < page ? first : second; };
+        if constexpr (warp_size % of_row == 0 &&
+                      page * of_row % warp_size == 0) {  // the same page for all lanes
+            constexpr int tokens = warp_size / of_row;
+            const std::uint32_t own = static_cast<std::uint32_t>(lane / of_row) * stride +
+                                      static_cast<std::uint32_t>(lane % of_row * 16);
+            static_for<number_bytes / 16 / warp_size>([&](auto i) {
+                constexpr int I = decltype(i)::value, token = I * tokens;
+                const std::byte* const row = page_of(token).row;
+                if (!joined || row != nullptr)
+                    copy_async(to + place(16 * (I * warp_size + lane)),
+                               row + own + static_cast<std::uint32_t>(token % page) * stride, vector_bytes);
+            });
+        } else {
+            copy_vectors<number_bytes>(lane, [&](int at) {
+                const int token = at / row_bytes;
+                const std::byte* const row = page_of(token).row;
+                if (!joined || row != nullptr)
+                    copy_async(to + place(at),
+                               row + static_cast<std::uint32_t>(token % page) * stride + at % row_bytes,
                                vector_bytes);
             });
         }
-    }
-
-    /// The same from another system's memory.
-    __device__ __forceinline__ static void copy_strided(std::uint32_t to, const row_address& first,
-                                                        const row_memory& m, int lane,
-                                                        std::uint32_t vector_bytes) {
-        constexpr int of_row = row_bytes / 16, vectors = Tokens * of_row;
-        static_for<ceil_div(vectors, warp_size)>([&](auto i) {
-            const int vector = decltype(i)::value * warp_size + lane;
-            if (vectors % warp_size == 0 || vector < vectors)
-                copy_async(to + place(16 * vector),
-                           first.row + static_cast<std::size_t>(vector / of_row) * m.token_bytes +
-                               vector % of_row * 16,
-                           vector_bytes);
+        constexpr int of_token = larger(scale_count / 4, 1), words = Tokens * scale_count / 4;
+        static_for<ceil_div(words, warp_size)>([&](auto i) {
+            const int word = decltype(i)::value * warp_size + lane, token = word / of_token;
+            const row_address& of = page_of(token);
+            if ((words % warp_size == 0 || word < words) && (!joined || of.row != nullptr))
+                copy_word_async(to + static_cast<std::uint32_t>(scales_at + 4 * word),
+                                of.scales +
+                                    static_cast<std::uint32_t>(token % page) *
+                                        static_cast<std::uint32_t>(m.scale_token_bytes) +
+                                    word % of_token * 4,
+                                vector_bytes / 4);
         });
-        if constexpr (scale_count > 0) {
-            constexpr int of_token = scale_count / 4, words = Tokens * of_token;
-            static_for<ceil_div(words, warp_size)>([&](auto i) {
-                const int word = decltype(i)::value * warp_size + lane;
-                if (words % warp_size == 0 || word < words)
-                    copy_word_async(to + static_cast<std::uint32_t>(scales_at + 4 * word),
-                                    first.scales +
-                                        static_cast<std::size_t>(word / of_token) * m.scale_token_bytes +
-                                        word % of_token * 4,
-                                    vector_bytes / 4);
-            });
-        }
     }
 
     /// The two channels of unit `unit` of a lane's quarter, counted from the quarter's first.
@@ -169,6 +195,16 @@ struct row_warp_tile : code_warp_tile<Role, values_like<Pair>, Tokens, false> {
     }
 
 private:
+    /// Calls f with where each vector of 16 bytes begins.
+    template <int Bytes, class F>
+    __device__ __forceinline__ static void copy_vectors(int lane, const F& f) {
+        constexpr int vectors = Bytes / 16;
+        static_for<ceil_div(vectors, warp_size)>([&](auto i) {
+            const int vector = decltype(i)::value * warp_size + lane;
+            if (vectors % warp_size == 0 || vector < vectors) f(16 * vector);
+        });
+    }
+
     __device__ __forceinline__ static std::uint32_t scale_code(std::uint32_t at, int i) {
         return load_shared_1(at + static_cast<std::uint32_t>(scales_at + i));
     }

@@ -11,6 +11,7 @@
 // zeros. Memory: the workspace, at least convert_workspace_bytes() of one page.
 #pragma once
 
+#include "convert_turns.hpp"
 #include "pages.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
@@ -28,45 +29,43 @@ struct float_pages<Pair> {
     using type = latent_pair<full<float>, Pair::head_dim, 0, Pair::value_dim, Pair::page_tokens>;
 };
 
-/// Where a workspace for so many pages has what.
-template <class Pair>
-struct convert_workspace {
-    std::size_t values, lists, bytes;  // keys come first; lists: pages to read, pages to write
-
-    convert_workspace(int kv_heads, std::size_t pages) noexcept
-        : values(pages * cache_ref<Pair>::dense_key_page(kv_heads)),
-          lists(values + pages * cache_ref<Pair>::dense_value_page(kv_heads)),
-          bytes(lists + kvq::detail::round_up(2 * pages * sizeof(int), std::size_t{16})) {}
-};
+template <class To>
+float_page float_page_of(int kv_heads) {
+    return {kv_heads, To::page_tokens, To::head_dim, has_values<To> ? To::value_dim : 0};
+}
 
 inline constexpr int gather_threads = 256;
 
-/// Page blockIdx.x of the turn, whose first one is number `first` of all sequences' columns.
-template <class From, class To, class Floats>
+/// Page blockIdx.x of the turn.
+template <class From>
 __global__ void __launch_bounds__(gather_threads)
     gather_kernel(const __grid_constant__ cache_ref<From> source,
-                  const __grid_constant__ cache_ref<To> target,
-                  const __grid_constant__ cache_ref<Floats> floats, int first, int* from, int* to) {
-    constexpr int page_tokens = To::page_tokens, warps = gather_threads / warp_size;
+                  const __grid_constant__ target_columns target, const __grid_constant__ convert_turn turn) {
+    constexpr int warps = gather_threads / warp_size;
     const int own = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y),
-              b = (first + own) / target.table_columns, column = (first + own) % target.table_columns;
+              b = (turn.first + own) / target.columns, column = (turn.first + own) % target.columns;
     const int warp = static_cast<int>(threadIdx.x) / warp_size,
               lane = static_cast<int>(threadIdx.x) % warp_size;
-    const int begin = target.first_token + column * page_tokens - source.first_token,
+    const int begin = target.first_token + column * target.page_tokens - source.first_token,
               length =
                   smaller(source.tokens[b] - source.first_token, source.table_columns * From::page_tokens);
-    const int page = begin < length ? target.block_table[target.table_entry(b, column)] : -1;
+    const int page = begin < length ? target.block_table[b * std::ptrdiff_t{target.columns} + column] : -1;
     if (threadIdx.x == 0 && blockIdx.y == 0 && blockIdx.z == 0) {
-        from[own] = page < 0 ? -1 : own;
-        to[own] = page;
+        turn.from[own] = page < 0 ? -1 : own;
+        turn.to[own] = page;
     }
     if (page < 0) return;
     const auto gather = [&]<tensor Role>(std::integral_constant<tensor, Role>) {
         constexpr int dim = dim_of<Role, From>, N = token_numbers<dim>;
-        constexpr block_shape s = shape_of<Role, Floats>;
-        auto* const block = reinterpret_cast<float*>(floats.template block<Role>(own, head));
+        const block_shape s{Role, target.page_tokens, dim};
+        const value_layout<float> layout(s);
+        const layer_memory& to = turn.floats;
+        auto* const block = reinterpret_cast<float*>(
+            (Role == tensor::key ? to.keys : to.values) +
+            static_cast<std::size_t>(own) * (Role == tensor::key ? to.key_page_bytes : to.value_page_bytes) +
+            static_cast<std::size_t>(head) * full<float>{}.block_bytes(s));
 #pragma unroll 1
-        for (int t = warp; t < page_tokens; t += warps) {
+        for (int t = warp; t < target.page_tokens; t += warps) {
             const int token = begin + t;
             const int held = token >= 0 && token < length
                                  ? source.block_table[source.table_entry(b, token / From::page_tokens)]
@@ -84,13 +83,36 @@ __global__ void __launch_bounds__(gather_threads)
 #pragma unroll
             for (int i = 0; i < N; ++i)
                 if (i * warp_size + lane < dim)
-                    block[full<float>::element(value_layout<float>(s), s, t, i * warp_size + lane)] = x[i];
+                    block[full<float>::element(layout, s, t, i * warp_size + lane)] = x[i];
         }
     };
     if (blockIdx.z == 0)
         gather(std::integral_constant<tensor, tensor::key>{});
-    else if constexpr (has_values<To>)
+    else if constexpr (has_values<From>)
         gather(std::integral_constant<tensor, tensor::value>{});
+}
+
+/// x^ of a turn's pages.
+template <class From>
+status gather_pages(const cache_ref<From>& source, const target_columns& target, const convert_turn& turn,
+                    cudaStream_t stream) noexcept {
+    using read = read_pair<From>;
+    const dim3 grid(static_cast<unsigned>(turn.count), static_cast<unsigned>(source.kv_heads),
+                    tensors_of<From>);
+    return launch("launching conversion", overlap::no, gather_kernel<read>, grid, gather_threads, 0, stream,
+                  as_pair<read>(source), target, turn);
+}
+/// Those of a turn to pages of the target.
+template <class To>
+status quantize_turn(const cache_ref<To>& target, const convert_turn& turn, unsigned* not_finite,
+                     cudaStream_t stream) noexcept {
+    cache_ref<typename float_pages<To>::type> floats;
+    floats.key_pages = turn.floats.keys;
+    floats.value_pages = turn.floats.values;
+    floats.key_page_bytes = turn.floats.key_page_bytes;
+    floats.value_page_bytes = turn.floats.value_page_bytes;
+    floats.kv_heads = target.kv_heads;
+    return requantize_pages(floats, target, turn.from, turn.to, turn.count, not_finite, stream);
 }
 
 }  // namespace detail
@@ -98,9 +120,7 @@ __global__ void __launch_bounds__(gather_threads)
 /// Bytes of workspace for turns of so many pages.
 template <class To>
 std::size_t convert_workspace_bytes(int kv_heads, int pages) noexcept {
-    return detail::convert_workspace<typename detail::float_pages<To>::type>(kv_heads,
-                                                                             static_cast<std::size_t>(pages))
-        .bytes;
+    return detail::float_page_of<To>(kv_heads).workspace(static_cast<std::size_t>(pages));
 }
 
 /// All pages of `target` from those of `source`. not_finite (adds up NaN and infinities met; may be null) is
@@ -111,8 +131,6 @@ status convert_pages(const cache_ref<From>& source, const cache_ref<To>& target,
     static_assert(From::head_dim == To::head_dim && From::value_dim == To::value_dim &&
                       detail::has_values<From> == detail::has_values<To>,
                   "kvq::cuda::convert_pages: both formats must have the same head sizes");
-    using floats_pair = typename detail::float_pages<To>::type;
-    using read = detail::read_pair<From>;
     if (status s = detail::check_ref(source, true); !s) return s;
     if (status s = detail::check_ref(target, true); !s) return s;
     if (source.kv_heads != target.kv_heads || source.sequences != target.sequences)
@@ -123,37 +141,15 @@ status convert_pages(const cache_ref<From>& source, const cache_ref<To>& target,
         return detail::bad_value("%d sequences with %d block table columns", target.sequences,
                                  target.table_columns);
     if (status s = detail::check_one_plan(target); !s) return s;
-    const std::size_t of_page = convert_workspace_bytes<To>(target.kv_heads, 1);
-    if (workspace == nullptr || workspace_bytes < of_page ||
-        reinterpret_cast<std::uintptr_t>(workspace) % 16 != 0)
-        return detail::bad_value(
-            "converting pages needs at least %zu bytes of workspace on a multiple of 16, got %zu at %p",
-            of_page, workspace_bytes, workspace);
-    const auto turn = static_cast<int>(kvq::detail::smaller(
-        kvq::detail::smaller(all, 1LL << 20), static_cast<long long>(workspace_bytes / of_page)));
-    auto* const memory = static_cast<std::byte*>(workspace);
-    for (long long first = 0; first < all; first += turn) {
-        const auto count = static_cast<int>(kvq::detail::smaller<long long>(turn, all - first));
-        const detail::convert_workspace<floats_pair> at(target.kv_heads, static_cast<std::size_t>(turn));
-        cache_ref<floats_pair> floats;
-        floats.key_pages = memory;
-        floats.value_pages = memory + at.values;
-        floats.key_page_bytes = cache_ref<floats_pair>::dense_key_page(target.kv_heads);
-        floats.value_page_bytes = cache_ref<floats_pair>::dense_value_page(target.kv_heads);
-        floats.kv_heads = target.kv_heads;
-        auto* const from = reinterpret_cast<int*>(memory + at.lists);
-        const dim3 grid(static_cast<unsigned>(count), static_cast<unsigned>(target.kv_heads),
-                        detail::tensors_of<To>);
-        if (status s = detail::launch("launching conversion", detail::overlap::no,
-                                      detail::gather_kernel<read, To, floats_pair>, grid,
-                                      detail::gather_threads, 0, stream, detail::as_pair<read>(source),
-                                      target, floats, static_cast<int>(first), from, from + turn);
-            !s)
-            return s;
-        if (status s = requantize_pages(floats, target, from, from + turn, count, not_finite, stream); !s)
-            return s;
-    }
-    return {};
+    const detail::target_columns columns{target.block_table, target.sequences, target.table_columns,
+                                         To::page_tokens, target.first_token};
+    return detail::convert_in_turns(detail::float_page_of<To>(target.kv_heads), columns, workspace,
+                                    workspace_bytes, [&](const detail::convert_turn& turn) {
+                                        if (status s = detail::gather_pages(source, columns, turn, stream);
+                                            !s)
+                                            return s;
+                                        return detail::quantize_turn(target, turn, not_finite, stream);
+                                    });
 }
 
 }}}  // namespace kvq::cuda

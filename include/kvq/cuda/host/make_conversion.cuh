@@ -1,0 +1,63 @@
+// The halves of a conversion of pages as functions of a device_format (make_device_format.cuh): any format
+// and page size to any other, each compiled for its own side alone.
+//
+//   gather     x^ of a turn's pages as floats, in the target's page size
+//   quantize   those to pages of the target
+//
+// Contract: quantize/convert.cuh. Rows of tokens without scales beside them may lie in pages of another
+// system, with any strides.
+#pragma once
+
+#include "../quantize/convert.cuh"
+#include "device_format.hpp"
+
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
+
+/// Do rows of Pair lie in pages of other systems with any strides?
+template <class Pair>
+inline constexpr bool lies_anywhere = [] {
+    if constexpr (token_row_scheme<typename Pair::keys> && token_row_scheme<typename Pair::values>)
+        return Pair::keys::fixed_layout().scales_behind(Pair::head_dim) == 0 &&
+               Pair::values::fixed_layout().scales_behind(Pair::value_dim) == 0;
+    return false;
+}();
+
+/// Table: device_table<...>.
+template <class Table>
+struct convert_functions {
+    /// Calls f with the pages of a format as they lie.
+    template <class F>
+    static status with_pages(const layer_view& l, int number, F&& f) {
+        return Table::with_pair(number, [&]<class Pair>(std::type_identity<Pair>) -> status {
+            const layer_view::part& p = l.quantized[number];
+            if constexpr (lies_anywhere<Pair>)
+                if (p.token_bytes != 0)
+                    return f(Table::template quantized<strided_rows<Pair>>(l, number, p.table));
+            if (p.token_bytes != 0)
+                return bad_value("format %d has scales beside its rows, or no rows: tokens have no strides",
+                                 number);
+            return f(Table::template quantized<Pair>(l, number, p.table));
+        });
+    }
+    static status gather(const layer_view& l, int from, const target_columns& target,
+                         const convert_turn& turn, cudaStream_t stream) {
+        if constexpr (Table::latent || Table::index || Table::planes) {
+            return bad_value("there is no conversion of such pages");
+        } else {
+            const auto run = [&](const auto& source) -> status {
+                if (status s = check_ref(source, true); !s) return s;
+                return gather_pages(source, target, turn, stream);
+            };
+            return from < 0 ? run(Table::window(l)) : with_pages(l, from, run);
+        }
+    }
+    static status quantize(const layer_view& l, int to, const convert_turn& turn, cudaStream_t stream) {
+        if constexpr (Table::latent || Table::index || Table::planes)
+            return bad_value("there is no conversion of such pages");
+        else
+            return with_pages(
+                l, to, [&](const auto& target) { return quantize_turn(target, turn, l.not_finite, stream); });
+    }
+};
+
+}}}  // namespace kvq::cuda::detail
