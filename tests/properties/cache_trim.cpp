@@ -71,6 +71,7 @@ TEST_CASE_TEMPLATE("a trim to any position: surviving tokens keep the values tha
         auto options = test::random_options(random);
         options.layers = test::rotate_formats<C>(shape.layers);
         options.rollback = random.pick(std::vector<int>{0, 5});
+        options.repack = 0.0f;  // else a page of which little is left is quantized once more
         const int n = random.between(1, 120);
         const test::stream s(random, shape, n);
         auto cache = test::make_cache<C>(shape, options);

@@ -44,8 +44,9 @@ struct page_copier {
 inline sequence_id cache::new_sequence() {
     if (!is_open()) return {};
     if (unused_.empty()) {
+        // Room for all of them, so that free() cannot fail.
+        if (unused_.capacity() <= entries_.size()) unused_.reserve(2 * entries_.size() + 1);
         entries_.emplace_back();
-        unused_.reserve(entries_.capacity());  // so that free() cannot fail
         unused_.push_back(static_cast<int>(entries_.size()) - 1);
     }
     const int index = unused_.back();
