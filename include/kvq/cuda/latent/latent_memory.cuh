@@ -92,7 +92,7 @@ template <int Rows, int Dim, class Args>
 __device__ __forceinline__ void load_latent_queries(const Args& a, int sequence, int first, std::uint32_t to,
                                                     int thread, int threads) {
     const auto load = [&]<bool Aligned>(std::bool_constant<Aligned>) {
-#pragma unroll(Aligned ? 3 : 1)
+#pragma unroll(Aligned ? 9 : 1)
         for (int i = thread; i < Rows * (Dim / 8); i += threads) {
             const int own = i / (Dim / 8), octet = i % (Dim / 8), row = first + own,
                       held = kvq::detail::smaller(row, a.rows - 1);
