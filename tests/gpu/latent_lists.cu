@@ -138,10 +138,17 @@ template <class Pair>
 
 template <class Quantized, class Window>
 void check_format(const char* name, const char* kernel, unsigned seed) {
+    const bool clusters = std::strcmp(kernel, "latent_wgmma_kernel") == 0 &&
+                          Quantized::first_channels == 512 &&
+                          !cuda::detail::token_record_scheme<typename Quantized::keys>;
     const cuda::kernel_choice choice =
         cuda::latent_list_kernel<cuda::mixed_cache_ref<cuda::cache_part<Quantized>>, float16>(16);
     CHECK(std::strcmp(choice.kernel, kernel) == 0, "%s: the kernel is %s, %s", name, choice.kernel,
           choice.why);
+    const cuda::kernel_choice many =
+        cuda::latent_list_kernel<cuda::mixed_cache_ref<cuda::cache_part<Quantized>>, float16>(128);
+    CHECK(std::strcmp(many.kernel, clusters ? "latent_cluster_kernel" : kernel) == 0,
+          "%s, 128 heads: the kernel is %s, %s", name, many.kernel, many.why);
     std::printf("%s: seed %u\n", name, seed);
     test::rng r(seed);
     double worst = 0.0;
@@ -154,6 +161,11 @@ void check_format(const char* name, const char* kernel, unsigned seed) {
     check_case<float16, Quantized, Window>(
         r, {.query_tokens = 4, .selected = 70, .lengths = {40, 0, 21}, .sink_logits = true, .drafted = 20},
         name, &worst);
+#if !defined(__CUDACC__) && defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    check_case<float16, Quantized, Window>(
+        r, {.heads = 100, .selected = 290, .lengths = {200, 0, 33}, .holes = true, .sink_logits = true}, name,
+        &worst);  // clusters
+#endif
 #ifdef __CUDACC__
     check_case<float16, Quantized, Window>(r, {.heads = 128, .selected = 700, .lengths = {900, 64}}, name,
                                            &worst);

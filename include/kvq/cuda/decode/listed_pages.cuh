@@ -75,13 +75,19 @@ struct listed_pages {
             held[i] = held_tokens(get<i>(a.parts), sequence, length, a.recent);
         });
     }
-    __device__ __forceinline__ listed_token find(int position) const {
-        listed_token found;
-        if (position < 0) return found;
+    /// What the table says of a position, in every part: read early, used late.
+    struct entries {
+        int page[parts], in_page[parts];
+    };
+    __device__ __forceinline__ entries look_up(int position) const {
+        entries e;
+#pragma unroll
+        for (int i = 0; i < parts; ++i) e.page[i] = -1;
+        if (position < 0) return e;
         const bool places = args.lists.places;
         if (!places) {
-            if (position >= seen) return found;
-            if (position >= draft && (visible >> (position - draft & 63) & 1) == 0) return found;
+            if (position >= seen) return e;
+            if (position >= draft && (visible >> (position - draft & 63) & 1) == 0) return e;
             if (cut.skipped != 0)
                 position = first_seen(get<0>(args.parts).cuts, sequence, position + cut.skipped);
         }
@@ -91,18 +97,25 @@ struct listed_pages {
             constexpr int page_tokens = std::remove_cvref_t<decltype(part)>::pair_type::page_tokens;
             const int at = places ? position : position - part.cache.first_token,
                       page_number = at / page_tokens;
-            int page = -1;
+            e.in_page[i] = at - page_number * page_tokens;
             if (places) {
-                if (i == 0) page = page_number;
+                if (i == 0) e.page[i] = page_number;
             } else if (at >= held[i].first && at < held[i].end) {
                 const int column =
                     part.range == page_range::window ? page_number % part.cache.table_columns : page_number;
-                page = __ldg(part.cache.block_table + part.cache.table_entry(sequence, column));
+                e.page[i] = __ldg(part.cache.block_table + part.cache.table_entry(sequence, column));
             }
-            if (page >= 0) found = {i, page, at - page_number * page_tokens};
         });
-        return found;
+        return e;
     }
+    __device__ __forceinline__ static listed_token found(const entries& e) {
+        listed_token token;
+#pragma unroll
+        for (int i = 0; i < parts; ++i)
+            if (e.page[i] >= 0) token = {i, e.page[i], e.in_page[i]};
+        return token;
+    }
+    __device__ __forceinline__ listed_token find(int position) const { return found(look_up(position)); }
 };
 
 }}}  // namespace kvq::cuda::detail

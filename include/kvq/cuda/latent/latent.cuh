@@ -43,15 +43,13 @@ struct latent_wgmma_launch {
                                         threads,
                                         feature::warpgroup_products | feature::bulk_copies};
 };
-template <class Args>
-struct latent_cluster_launch;
-template <class First, class T, class... Parts>
-struct latent_cluster_launch<latent_args<First, T, Parts...>> {
-    using args_type = latent_chain_args<First, T, Parts...>;
+template <class Args, template <class, class> class Producer = latent_producer>
+struct latent_cluster_launch {
+    using args_type = Args;
     using shape = latent_cluster_shape;
-    static constexpr auto* kernel = latent_cluster_kernel<shape, args_type>;
+    static constexpr auto* kernel = latent_cluster_kernel<shape, args_type, Producer>;
     static constexpr int threads = shape::threads, cluster = 2,
-                         bytes = latent_memory<First::head_dim, shape>::bytes;
+                         bytes = latent_memory<Args::first_pair::head_dim, shape>::bytes;
     static constexpr kernel_facts facts{
         "latent_cluster_kernel",
         shape::rows,
@@ -103,9 +101,11 @@ struct latent_launches_of<latent_args<First, T, Parts...>> {
     /// too.
     using with_masks = std::conditional_t<tiles, joined<of_warpgroups, latent_mma_launches<args>>,
                                           kernel_list<latent_plain_launch<args>>>;
-    using type = joined<
-        std::conditional_t<tiles && in_clusters, kernel_list<latent_cluster_launch<args>>, kernel_list<>>,
-        with_masks>;
+    using type =
+        joined<std::conditional_t<tiles && in_clusters,
+                                  kernel_list<latent_cluster_launch<latent_chain_args<First, T, Parts...>>>,
+                                  kernel_list<>>,
+               with_masks>;
 };
 
 /// Where the workspace holds what, for so many query rows of a sequence.
@@ -152,7 +152,7 @@ status launch_latents(Launch, Args args, void* workspace, std::size_t workspace_
     args.block_rows = block_rows;
     args.bounds = static_cast<share_bounds*>(workspace);
     args.states = reinterpret_cast<float*>(static_cast<std::byte*>(workspace) + room.bounds);
-    if (status s = launch<Launch::cluster>("launching latent attention", overlap::no, Launch::kernel,
+    if (status s = launch<Launch::cluster>("launching latent attention", overlap::yes, Launch::kernel,
                                            dim3(static_cast<unsigned>(room.shares * Launch::cluster)),
                                            Launch::threads, static_cast<std::size_t>(Launch::bytes), stream,
                                            typename Launch::args_type{args});

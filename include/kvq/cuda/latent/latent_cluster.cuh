@@ -250,7 +250,8 @@ requires(Shape::cluster == 2) __device__ __forceinline__
 
 #endif
 
-template <class Shape, class Args>
+/// Producer: what turns pages into tiles.
+template <class Shape, class Args, template <class, class> class Producer>
 __global__ void __launch_bounds__((warpgroup_threads<Shape::threads>), 1)
     latent_cluster_kernel([[maybe_unused]] const __grid_constant__ Args args) {
 #if KVQ_WARPGROUP_PRODUCTS
@@ -272,12 +273,13 @@ __global__ void __launch_bounds__((warpgroup_threads<Shape::threads>), 1)
     }
     __syncthreads();
     cluster_wait();
+    wait_for_predecessor();
     const auto share = [&] {
         return latent_walk<Args>(args, static_cast<int>(blockIdx.x) / 2, static_cast<int>(gridDim.x) / 2);
     };
     if (warp < Shape::producer_warps) {
         leave_registers<Shape>();
-        latent_producer<Shape, Args> producer{args, place, warp, lane};
+        Producer<Shape, Args> producer{args, place, warp, lane};
         producer.rank = cluster_rank();
         latent_walk<Args> walk = share();
         latent_piece piece;

@@ -397,6 +397,7 @@ __global__ void __launch_bounds__((KVQ_WARPGROUP_PRODUCTS ? 32 : Shape::all_thre
     constexpr int stages = Shape::stages;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
     launch_dependents();
+    wait_for_predecessor();
     latent_walk<Args> walk(args, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
     latent_piece piece;
     latent_mma_rows<Shape, Args> rows(args, shared_address(shared), thread);

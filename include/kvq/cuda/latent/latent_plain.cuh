@@ -91,6 +91,7 @@ __global__ void __launch_bounds__(plain_latent_threads)
     const auto& a = args.a;
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     launch_dependents();
+    wait_for_predecessor();
     latent_walk<Args> walk(args, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
     latent_piece piece;
     while (walk.next(piece)) {

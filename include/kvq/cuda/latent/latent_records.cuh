@@ -191,7 +191,7 @@ private:
     }
 };
 
-/// As listed_rows (latent_lists.cuh), of the channels of records with a scale, or of the wide ones.
+/// As listed_rows (latent_listed_rows.cuh), of the channels of records with a scale, or of the wide ones.
 template <class Pair, bool Wide, int Words, int Sharers>
 struct listed_records {
     using reader = record_reader<typename Pair::keys, Pair::head_dim, Pair::page_tokens>;
@@ -202,46 +202,48 @@ struct listed_records {
                              Wide ? 1 : ceil_div(reader::scaled / reader::group * reader::scale_bytes, 4),
                          sets = ceil_div(scale_words, 2);
 
-    const std::byte* row;        // of the lane's token: lanes i and 16 + i have the same
-    bool own;                    // is the token of this part?
-    std::uint32_t scales[sets];  // every second word
-    std::uint32_t word[held][octet_words];
+    static constexpr bool prefetches = false;
+    struct tokens {
+        const std::byte* row = nullptr;   // of the lane's token: lanes i and 16 + i have the same
+        unsigned own = 0;                 // bit i: token i is of this part
+        std::uint32_t scales[sets] = {};  // every second word
+    };
+    std::uint32_t word[held == 0 ? 1 : held][octet_words] = {};
 
-    __device__ __forceinline__ void begin(const std::byte* block, int place, bool of_part, int lane) {
+    __device__ __forceinline__ static tokens find(const std::byte* block, int place, unsigned own, int lane,
+                                                  int) {
         const int in_page = place % Pair::page_tokens;
-        row = block + in_page * reader::row_bytes + (Wide ? reader::wide_at : 0);
-        own = of_part;
+        tokens of;
+        of.own = own;
+        of.row = block + in_page * reader::row_bytes + (Wide ? reader::wide_at : 0);
         if constexpr (!Wide)
 #pragma unroll
             for (int i = 0; i < sets; ++i)
-                scales[i] = fetch_word(reinterpret_cast<const std::uint32_t*>(
+                of.scales[i] = fetch_word(reinterpret_cast<const std::uint32_t*>(
                     block + reader::scales_at + in_page * reader::scales_step +
                     4 * smaller(2 * i + lane / 16, scale_words - 1)));
+        return of;
     }
-    template <int First = 0>
-    __device__ __forceinline__ void fetch(int lane) {
-        static_for<held>([&](auto number) {
-            constexpr int i = decltype(number)::value;
-            if constexpr (First + i < steps) {
-                const int at = (First + i) * 32 + lane;
-                const auto* const from =
-                    reinterpret_cast<const std::uint32_t*>(
-                        __shfl_sync(0xffffffffu, reinterpret_cast<std::uintptr_t>(row), at / octets)) +
-                    at % octets * octet_words;
-                if constexpr (octet_words == 4) {
-                    const uint4 v = fetch_16(reinterpret_cast<const uint4*>(from));
-                    word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
-                } else if constexpr (octet_words == 2) {
-                    const uint2 v = fetch_two_words(reinterpret_cast<const uint2*>(from));
-                    word[i][0] = v.x, word[i][1] = v.y;
-                } else {
-                    word[i][0] = fetch_word(from);
-                }
-            }
-        });
+    template <int Step>
+    __device__ __forceinline__ void fetch(const tokens& of, int first, int lane) {
+        constexpr int i = Step % held;
+        const int at = (first + Step) * 32 + lane;
+        const auto* const from = reinterpret_cast<const std::uint32_t*>(__shfl_sync(
+                                     0xffffffffu, reinterpret_cast<std::uintptr_t>(of.row), at / octets)) +
+                                 at % octets * octet_words;
+        if constexpr (octet_words == 4) {
+            const uint4 v = fetch_16(reinterpret_cast<const uint4*>(from));
+            word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
+        } else if constexpr (octet_words == 2) {
+            const uint2 v = fetch_two_words(reinterpret_cast<const uint2*>(from));
+            word[i][0] = v.x, word[i][1] = v.y;
+        } else {
+            word[i][0] = fetch_word(from);
+        }
     }
-    __device__ __forceinline__ void halves(std::uint32_t (&x)[4], const std::uint32_t (&w)[octet_words],
-                                           int token, int octet) const {
+    __device__ __forceinline__ void halves(std::uint32_t (&x)[4], const tokens& of,
+                                           const std::uint32_t (&w)[octet_words], int token, int octet,
+                                           int) const {
         if constexpr (Wide) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) x[k] = w[k];
@@ -251,7 +253,7 @@ struct listed_records {
             std::uint32_t scale = 0;
 #pragma unroll
             for (int i = 0; i < sets; ++i) {
-                const std::uint32_t other = __shfl_sync(0xffffffffu, scales[i], g % 2 * 16 + token);
+                const std::uint32_t other = __shfl_sync(0xffffffffu, of.scales[i], g % 2 * 16 + token);
                 if (g / 2 == i) scale = other;
             }
             reader::halves(x, w, reader::scale_of(scale, octet));

@@ -256,6 +256,7 @@ __global__ void __launch_bounds__((warpgroup_threads<Shape::threads>), 1)
             barrier_init(stage.free, Shape::consumer_warps);
         }
     __syncthreads();
+    wait_for_predecessor();
     const auto share = [&] {
         return latent_walk<Args>(args, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
     };

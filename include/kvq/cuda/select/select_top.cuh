@@ -1,7 +1,8 @@
 // The tokens with the largest scores, on the device and in any stream.
 //
 //   group   a thread block finds the best of 16384 scores of a row, which its threads hold in registers:
-//           three histograms of digits of 11, 11 and 10 bits, then the positions
+//           three histograms of digits of 11, 11 and 10 bits, then the positions. On sm_90 and later two or
+//           four blocks of a cluster do, of 32768 each, with histograms of all of them
 //   level   all groups of all rows; what they have found is the next level's scores, until a row has one
 //           group
 //
@@ -18,7 +19,8 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 namespace detail {
 
 inline constexpr int top_threads = 1024, top_warps = top_threads / warp_size, top_group = 16384,
-                     top_each = top_group / top_threads;  // scores of a thread
+                     top_each = top_group / top_threads,  // scores of a thread
+    cluster_each = 2 * top_each;                          // and in a cluster
 
 /// What selecting keeps in shared memory.
 struct top_memory {
@@ -29,6 +31,75 @@ struct top_memory {
 
 /// The order of scores as that of integers above 0; NaN is the lowest.
 __device__ __forceinline__ unsigned score_order(float x) { return x == x ? ordered_bits(x + 0.0f) : 1u; }
+
+/// Finds the digit with the `left`-th largest key: sets memory.digit, how many keys of it are chosen
+/// (memory.left), and how many there are (memory.in_digit). Thread i has the i-th two bins of 2048 from the
+/// largest one on. Returns the number of all keys. All threads.
+template <class Memory>
+__device__ __forceinline__ unsigned find_digit(Memory& memory, unsigned high, unsigned low, unsigned left) {
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
+    unsigned sum = high + low;
+#pragma unroll
+    for (int step = 1; step < warp_size; step *= 2) {
+        const unsigned lower = __shfl_up_sync(0xffffffffu, sum, static_cast<unsigned>(step));
+        if (lane >= step) sum += lower;
+    }
+    if (lane == warp_size - 1) memory.of_warp[0][warp] = sum;
+    __syncthreads();
+    const unsigned of_lane = memory.of_warp[0][lane], all = __reduce_add_sync(0xffffffffu, of_lane),
+                   before = sum - high - low + __reduce_add_sync(0xffffffffu, lane < warp ? of_lane : 0u);
+    if (before < left && before + high + low >= left) {
+        const bool upper = before + high >= left;
+        memory.digit = static_cast<unsigned>(upper ? 2047 - 2 * thread : 2046 - 2 * thread);
+        memory.left = left - before - (upper ? 0u : high);
+        memory.in_digit = upper ? high : low;
+    }
+    __syncthreads();
+    return all;
+}
+
+/// Those keys of a warp that are above `floor`, and the first `left` that equal it.
+template <int Each>
+struct largest_keys {
+    const unsigned (&keys)[Each];
+    unsigned floor, left;
+
+    /// Numbers of the warp's, into of_warp[0][warp] and of_warp[1][warp].
+    __device__ __forceinline__ void count(unsigned (&of_warp)[2][top_warps], int warp, int lane) const {
+        unsigned above = 0, equal = 0;
+#pragma unroll
+        for (int j = 0; j < Each; ++j) {
+            const uint2 v = votes(keys[j]);
+            above += static_cast<unsigned>(__popc(v.x));
+            equal += static_cast<unsigned>(__popc(v.y));
+        }
+        if (lane == 0) {
+            of_warp[0][warp] = above;
+            of_warp[1][warp] = equal;
+        }
+    }
+    /// above, equal: of warps before.
+    template <class Emit>
+    __device__ __forceinline__ void give(unsigned above, unsigned equal, int lane, const Emit& emit) const {
+        const unsigned lower_lanes = (1u << lane) - 1u;
+#pragma unroll
+        for (int j = 0; j < Each; ++j) {
+            const uint2 v = votes(keys[j]);
+            const unsigned above_before = above + static_cast<unsigned>(__popc(v.x & lower_lanes)),
+                           equal_before = equal + static_cast<unsigned>(__popc(v.y & lower_lanes));
+            if (keys[j] > floor || (keys[j] != 0 && keys[j] == floor && equal_before < left))
+                emit(static_cast<int>(above_before + kvq::detail::smaller(equal_before, left)), j);
+            above += static_cast<unsigned>(__popc(v.x));
+            equal += static_cast<unsigned>(__popc(v.y));
+        }
+    }
+
+private:
+    __device__ __forceinline__ uint2 votes(unsigned key) const {
+        return {__ballot_sync(0xffffffffu, key > floor),
+                __ballot_sync(0xffffffffu, key != 0 && key == floor)};
+    }
+};
 
 /// Calls emit(place, j) for keys[j] among the `count` largest of the block. Thread `lane` of warp w has keys
 /// 512 w + 32 j + lane: places follow this order, and of equal keys the first are chosen. Key 0 never is.
@@ -50,66 +121,27 @@ __device__ __forceinline__ int select_largest(top_memory& memory, const unsigned
             if (keys[j] != 0 && (pass == 0 || keys[j] >> (shift + bits) == floor))
                 atomicAdd(&memory.histogram[keys[j] >> shift & ((1u << bits) - 1u)], 1u);
         __syncthreads();
-        // Thread i has the i-th two bins from the largest one on.
-        const unsigned high = memory.histogram[2047 - 2 * thread], low = memory.histogram[2046 - 2 * thread];
-        unsigned sum = high + low;
-#pragma unroll
-        for (int step = 1; step < warp_size; step *= 2) {
-            const unsigned lower = __shfl_up_sync(0xffffffffu, sum, static_cast<unsigned>(step));
-            if (lane >= step) sum += lower;
+        const unsigned all = find_digit(memory, memory.histogram[2047 - 2 * thread],
+                                        memory.histogram[2046 - 2 * thread], left);
+        if (pass == 0 && all <= left) {  // every one is chosen
+            found = static_cast<int>(all);
+            left = 0;
+            break;
         }
-        if (lane == warp_size - 1) memory.of_warp[0][warp] = sum;
-        __syncthreads();
-        const unsigned of_lane = memory.of_warp[0][lane];
-        if (pass == 0) {
-            const unsigned all = __reduce_add_sync(0xffffffffu, of_lane);
-            if (all <= left) {  // every one is chosen
-                found = static_cast<int>(all);
-                left = 0;
-                break;
-            }
-        }
-        const unsigned before = sum - high - low + __reduce_add_sync(0xffffffffu, lane < warp ? of_lane : 0u);
-        if (before < left && before + high + low >= left) {
-            const bool upper = before + high >= left;
-            memory.digit = static_cast<unsigned>(upper ? 2047 - 2 * thread : 2046 - 2 * thread);
-            memory.left = left - before - (upper ? 0u : high);
-        }
-        __syncthreads();
         floor = floor << bits | memory.digit;
         left = memory.left;
+        if (left == memory.in_digit) {  // all of this digit
+            floor <<= shift;
+            left = top_group;
+            break;
+        }
     }
-    // Those above `floor`, and the first `left` that equal it.
-    const auto votes = [&](unsigned key) {
-        return uint2{__ballot_sync(0xffffffffu, key > floor),
-                     __ballot_sync(0xffffffffu, key != 0 && key == floor)};
-    };
-    unsigned above = 0, equal = 0;
-#pragma unroll
-    for (int j = 0; j < top_each; ++j) {
-        const uint2 v = votes(keys[j]);
-        above += static_cast<unsigned>(__popc(v.x));
-        equal += static_cast<unsigned>(__popc(v.y));
-    }
+    const largest_keys<top_each> chosen{keys, floor, left};
     __syncthreads();
-    if (lane == 0) {
-        memory.of_warp[0][warp] = above;
-        memory.of_warp[1][warp] = equal;
-    }
+    chosen.count(memory.of_warp, warp, lane);
     __syncthreads();
-    above = __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[0][lane] : 0u);
-    equal = __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[1][lane] : 0u);
-    const unsigned lower_lanes = (1u << lane) - 1u;
-#pragma unroll
-    for (int j = 0; j < top_each; ++j) {
-        const uint2 v = votes(keys[j]);
-        const unsigned above_before = above + static_cast<unsigned>(__popc(v.x & lower_lanes)),
-                       equal_before = equal + static_cast<unsigned>(__popc(v.y & lower_lanes));
-        if (keys[j] > floor || (keys[j] != 0 && keys[j] == floor && equal_before < left))
-            emit(static_cast<int>(above_before + kvq::detail::smaller(equal_before, left)), j);
-        above += static_cast<unsigned>(__popc(v.x));
-        equal += static_cast<unsigned>(__popc(v.y));
-    }
+    chosen.give(__reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[0][lane] : 0u),
+                __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[1][lane] : 0u), lane, emit);
     return found;
 }
 
@@ -194,6 +226,98 @@ __device__ __forceinline__ void take_largest(top_memory& memory, unsigned key, i
              thread);
 }
 
+/// The same of the blocks of a cluster. What lanes of a warp count is often alike: each of four has counters
+/// of its own.
+struct cluster_top_memory {
+    static constexpr int copies = 4, bins = 2048;
+    unsigned histogram[bins * copies];  // of bin b: b * copies on; then the first of them has the sum
+    unsigned of_cluster[bins];
+    unsigned of_warp[2][top_warps];  // sums
+    unsigned above, equal;           // of the block
+    unsigned digit, left, in_digit;
+};
+
+/// select_largest() over the keys of a cluster, those of lower blocks first. All threads of the cluster.
+template <int Blocks, class Emit>
+__device__ __forceinline__ int select_largest_of_cluster(cluster_top_memory& memory,
+                                                         const unsigned (&keys)[cluster_each], int count,
+                                                         const Emit& emit) {
+    constexpr int bins = cluster_top_memory::bins, copies = cluster_top_memory::copies, slice = bins / Blocks;
+    static_assert(bins == 2 * top_threads && copies == 4);
+    const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size,
+              rank = cluster_rank();
+    unsigned floor = 0,
+             left = static_cast<unsigned>(count);  // the digits so far; how many of them are chosen
+    int found = count;
+#pragma unroll 1
+    for (int pass = 0; pass < 3; ++pass) {
+        const int bits = pass < 2 ? 11 : 10, shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
+        auto* const own = reinterpret_cast<uint4*>(memory.histogram) + 2 * thread;  // of two bins
+        own[0] = own[1] = {0, 0, 0, 0};
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < cluster_each; ++j)
+            if (keys[j] != 0 && (pass == 0 || keys[j] >> (shift + bits) == floor))
+                atomicAdd(&memory.histogram[(keys[j] >> shift & ((1u << bits) - 1u)) * copies +
+                                            static_cast<unsigned>(lane % copies)],
+                          1u);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint4 v = own[i];
+            own[i].x = v.x + v.y + v.z + v.w;
+        }
+        cluster_wait();
+        // A part of the bins of all blocks, for all blocks.
+#pragma unroll 1
+        for (int bin = rank * slice + thread; bin < (rank + 1) * slice; bin += top_threads) {
+            unsigned of_block[Blocks], all = 0;
+#pragma unroll
+            for (int b = 0; b < Blocks; ++b) of_block[b] = *in_block(b, memory.histogram + bin * copies);
+#pragma unroll
+            for (int b = 0; b < Blocks; ++b) all += of_block[b];
+#pragma unroll
+            for (int b = 0; b < Blocks; ++b) *in_block(b, memory.of_cluster + bin) = all;
+        }
+        cluster_wait();
+        const unsigned all = find_digit(memory, memory.of_cluster[bins - 1 - 2 * thread],
+                                        memory.of_cluster[bins - 2 - 2 * thread], left);
+        if (pass == 0 && all <= left) {  // every one is chosen
+            found = static_cast<int>(all);
+            left = 0;
+            break;
+        }
+        floor = floor << bits | memory.digit;
+        left = memory.left;
+        if (left == memory.in_digit) {  // all of this digit
+            floor <<= shift;
+            left = cluster_each * top_threads * Blocks;
+            break;
+        }
+    }
+    const largest_keys<cluster_each> chosen{keys, floor, left};
+    __syncthreads();
+    chosen.count(memory.of_warp, warp, lane);
+    __syncthreads();
+    const unsigned of_lane[2] = {memory.of_warp[0][lane], memory.of_warp[1][lane]};
+    if (warp == 0) {
+        const unsigned all_above = __reduce_add_sync(0xffffffffu, of_lane[0]),
+                       all_equal = __reduce_add_sync(0xffffffffu, of_lane[1]);
+        memory.above = all_above;
+        memory.equal = all_equal;
+    }
+    cluster_wait();
+    unsigned of_block[2] = {};
+    if (lane < rank) {
+        of_block[0] = *in_block(lane, &memory.above);
+        of_block[1] = *in_block(lane, &memory.equal);
+    }
+    chosen.give(__reduce_add_sync(0xffffffffu, of_block[0] + (lane < warp ? of_lane[0] : 0u)),
+                __reduce_add_sync(0xffffffffu, of_block[1] + (lane < warp ? of_lane[1] : 0u)), lane, emit);
+    cluster_wait();  // others may still read this block's memory
+    return found;
+}
+
 struct top_args {
     const float* scores;   // [rows][room]
     const int* positions;  // the same, -1: none. Null: of the first level
@@ -212,33 +336,56 @@ struct top_args {
     }
 };
 
-/// Thread block (row, group).
-template <class Args>
+/// Blocks: of a cluster. Blocks Blocks * row on of column `group`.
+template <int Blocks, class Args>
 __global__ void __launch_bounds__(top_threads, 1) select_top_kernel(const __grid_constant__ Args a) {
-    __shared__ top_memory memory;
     launch_dependents();
     wait_for_predecessor();
-    const int row = static_cast<int>(blockIdx.x), group = static_cast<int>(blockIdx.y),
-              thread = static_cast<int>(threadIdx.x),
-              first = group * top_group + thread / warp_size * (warp_size * top_each) + thread % warp_size,
+    const int row = static_cast<int>(blockIdx.x) / Blocks, group = static_cast<int>(blockIdx.y),
+              rank = static_cast<int>(blockIdx.x) % Blocks, thread = static_cast<int>(threadIdx.x),
               size = a.size(row);
+    constexpr int each = Blocks == 1 ? top_each : cluster_each;
+    const int first = (group * Blocks + rank) * (top_threads * each) +
+                      thread / warp_size * (warp_size * each) + thread % warp_size;
     const std::size_t begin = static_cast<std::size_t>(row) * static_cast<std::size_t>(a.room);
     const auto number = [&](int j) { return begin + static_cast<std::size_t>(first + j * warp_size); };
-    unsigned keys[top_each];
+    unsigned keys[each] = {};
+    if (first < size) {
+        // All loads are under way at once: those behind the last score read it again.
+        float score[each];
 #pragma unroll
-    for (int j = 0; j < top_each; ++j) {
-        keys[j] = 0;
-        if (first + j * warp_size < size && (a.positions == nullptr || a.positions[number(j)] >= 0))
-            keys[j] = score_order(a.scores[number(j)]);
+        for (int j = 0; j < each; ++j)
+            score[j] = a.scores[begin + static_cast<std::size_t>(
+                                            kvq::detail::smaller(first + j * warp_size, size - 1))];
+        if (a.positions == nullptr) {
+#pragma unroll
+            for (int j = 0; j < each; ++j)
+                if (first + j * warp_size < size) keys[j] = score_order(score[j]);
+        } else {
+#pragma unroll
+            for (int j = 0; j < each; ++j)
+                if (first + j * warp_size < size && a.positions[number(j)] >= 0)
+                    keys[j] = score_order(score[j]);
+        }
     }
     const std::size_t to = (static_cast<std::size_t>(row) * static_cast<std::size_t>(a.groups) +
                             static_cast<std::size_t>(group)) *
                            static_cast<std::size_t>(a.count);
-    const int found = select_largest(memory, keys, a.count, [&](int at, int j) {
+    const auto emit = [&](int at, int j) {
         const std::size_t place = to + static_cast<std::size_t>(at);
         a.best_positions[place] = a.positions == nullptr ? first + j * warp_size : a.positions[number(j)];
         if (a.best_scores != nullptr) a.best_scores[place] = a.scores[number(j)];
-    });
+    };
+    int found;
+    if constexpr (Blocks == 1) {
+        __shared__ top_memory memory;
+        found = select_largest(memory, keys, a.count, emit);
+    } else {
+        extern __shared__ __align__(16) std::byte page_memory[];
+        found = select_largest_of_cluster<Blocks>(
+            *reinterpret_cast<cluster_top_memory*>(own_memory(page_memory)), keys, a.count, emit);
+    }
+    if (rank != 0) return;
     for (int i = found + thread; i < a.count; i += top_threads)
         a.best_positions[to + static_cast<std::size_t>(i)] = -1;
 }
@@ -282,7 +429,7 @@ inline status select_top(const row_scores& rows, int count, int* positions, void
         return detail::bad_value("%d tokens are to be selected, 1 to %d can be", count,
                                  detail::most_selected);
     const long long all = 1LL * rows.sequences * rows.query_tokens;
-    if (all > 2147483647LL) return detail::bad_value("%lld rows are too many for one launch", all);
+    if (all > 2147483647LL / 4) return detail::bad_value("%lld rows are too many for one launch", all);
     if (all == 0) return {};
     if (rows.scores == nullptr || rows.tokens == nullptr || positions == nullptr)
         return detail::bad_value("scores, tokens or positions is a null pointer");
@@ -296,19 +443,29 @@ inline status select_top(const row_scores& rows, int count, int* positions, void
         rows.scores, nullptr, rows.tokens, rows.skipped, rows.query_tokens, rows.behind, rows.room,
         count,       1,       nullptr,     nullptr};
     auto* place = static_cast<float*>(workspace);
+    const bool clusters = detail::lacks(detail::compute_capability(), detail::feature::clusters) == 0;
     for (bool last = false; !last;) {
-        args.groups = row_scores::groups_of(args.room);
+        const int of_cluster = !clusters || args.room <= detail::top_group ? 1
+                               : args.room <= 4 * detail::top_group        ? 2
+                                                                           : 4;
+        const auto launch = [&]<int Blocks>(std::integral_constant<int, Blocks>) {
+            return detail::launch<Blocks>(
+                "launching the selection of tokens", detail::overlap::yes,
+                detail::select_top_kernel<Blocks, detail::top_args>,
+                dim3(static_cast<unsigned>(all * Blocks), static_cast<unsigned>(args.groups)),
+                detail::top_threads, Blocks == 1 ? 0 : sizeof(detail::cluster_top_memory), stream, args);
+        };
+        args.groups = row_scores::groups_of(kvq::detail::ceil_div(
+            args.room, of_cluster == 1 ? 1 : of_cluster * detail::cluster_each / detail::top_each));
         last = args.groups == 1;
         const std::size_t found = static_cast<std::size_t>(all) * static_cast<std::size_t>(args.groups) *
                                   static_cast<std::size_t>(count);
         args.best_scores = last ? nullptr : place;
         args.best_positions = last ? positions : reinterpret_cast<int*>(place + found);
-        if (status s = detail::launch("launching the selection of tokens", detail::overlap::yes,
-                                      detail::select_top_kernel<detail::top_args>,
-                                      dim3(static_cast<unsigned>(all), static_cast<unsigned>(args.groups)),
-                                      detail::top_threads, 0, stream, args);
-            !s)
-            return s;
+        const status s = of_cluster == 1   ? launch(std::integral_constant<int, 1>{})
+                         : of_cluster == 2 ? launch(std::integral_constant<int, 2>{})
+                                           : launch(std::integral_constant<int, 4>{});
+        if (!s) return s;
         args.scores = args.best_scores;
         args.positions = args.best_positions;
         args.room = args.groups * count;
