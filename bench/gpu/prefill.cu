@@ -3,6 +3,7 @@
 //   prefill [--json] [--quick] [--baseline FILE]       with -DPART=0 to 8: the rows of one format; with
 //                                                      -DHEAD_DIM=256 or 512, too
 //
+// Times with scratch memory for all heads, and without.
 // 32 query heads, 8 kv heads, head_dim 128 or HEAD_DIM, one sequence, fp16 tensors. 4 sinks and a recent
 // window of 128 tokens in 16 bit, everything else quantized; new tokens in 16 bit, causal among each other.
 // Baseline: torch's scaled_dot_product_attention (cuDNN) on 16-bit keys and values of all tokens
@@ -169,19 +170,23 @@ void rows(const char* name, bool json, bool quick, const char* baseline) {
             float16 *const q = random_numbers(size * q_heads), *const k = random_numbers(size * heads),
                            *const v = random_numbers(size * heads + 8),
                            *const out = random_numbers(size * q_heads);
+            using mix = std::remove_const_t<decltype(cache)>;
+            cuda::prefill_options options;
             const auto run = [&](int, cudaStream_t stream) {
                 bench::check(cuda::prefill<float16>(cache, {k, chunk, heads, dim}, {v, chunk, heads, dim},
                                                     {q, chunk, q_heads, dim}, {out, chunk, q_heads, dim},
-                                                    starts, chunk, {}, stream));
+                                                    starts, chunk, options, stream));
             };
             if (!json && context == 32768 && chunk == 2048) {
-                const auto taken = cuda::prefill_kernel<std::remove_const_t<decltype(cache)>, float16>();
+                const auto taken = cuda::prefill_kernel<mix, float16>();
                 std::printf("%s: %s, %s\n", name, taken.kernel, taken.why);
             }
-            std::size_t free_before = 0, free_after = 0, total = 0;
-            BENCH_OK(cudaMemGetInfo(&free_before, &total));
+            const double alone = bench::time_launches(3, run, 5);
+            options.scratch.bytes = cuda::prefill_scratch_bytes<float16>(cache, context, chunk);
+            options.scratch.tokens = context;
+            BENCH_OK(cudaMalloc(&options.scratch.memory, options.scratch.bytes + 1));
             const double us = bench::time_launches(3, run, 5);
-            BENCH_OK(cudaMemGetInfo(&free_after, &total));
+            cudaFree(options.scratch.memory);
 
             // Error.
             const std::size_t row = heads * dim, all = static_cast<std::size_t>(context + chunk);
@@ -261,14 +266,16 @@ void rows(const char* name, bool json, bool quick, const char* baseline) {
                 std::printf(
                     "{\"bench\": \"prefill\", \"format\": \"%s\", \"chunk\": %d, \"context\": %d, \"us\": "
                     "%.1f, \"tflops\": "
-                    "%.1f, \"error\": %.2e, \"vs_torch\": %.3f, \"scratch_bytes\": %zu}\n",
-                    name, chunk, context, us, products / us * 1e-6, worst, other / us,
-                    free_before - free_after);
+                    "%.1f, \"error\": %.2e, \"vs_torch\": %.3f, \"scratch_bytes\": %zu, \"us_without\": "
+                    "%.1f}\n",
+                    name, chunk, context, us, products / us * 1e-6, worst, other / us, options.scratch.bytes,
+                    alone);
             else
                 std::printf(
-                    "%-10s %6d over %6d  %9.1f us  %6.1f TFLOP/s  error %.1e  %5.2f x torch  scratch %zu\n",
+                    "%-10s %6d over %6d  %9.1f us  %6.1f TFLOP/s  error %.1e  %5.2f x torch  scratch %3zu "
+                    "MiB, without %9.1f us\n",
                     name, chunk, context, us, products / us * 1e-6, worst, other / us,
-                    free_before - free_after);
+                    options.scratch.bytes >> 20, alone);
             std::fflush(stdout);
             for (void* p : {static_cast<void*>(q), static_cast<void*>(k), static_cast<void*>(v),
                             static_cast<void*>(out), static_cast<void*>(tokens), static_cast<void*>(starts),

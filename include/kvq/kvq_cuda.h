@@ -121,6 +121,8 @@ typedef struct kvq_cuda_cache_options {
     /// KVQ_NONE. Sequences whose keys get a plan are 16 bit up to statistics_tokens; 0: 512; at least 64
     int32_t key_statistics;
     int32_t statistics_tokens;
+    /// MiB at most, for prompts on sm_90a: a layer's pages as half floats, in the memory of prompts; 0: none
+    int32_t prompt_scratch_mib;
 } kvq_cuda_cache_options;
 
 /// A cache on the current device. KVQ_ERROR_ARGUMENT for an impossible size, or for formats that were not
@@ -145,7 +147,7 @@ typedef struct kvq_cuda_cache_info {
     size_t unused;     // pages that no sequence holds
     size_t tables;     // and lengths, plans, matrices of feedback
     size_t workspace;
-    size_t prompt;  // one layer of the longest prompt so far in 16 bit, and its slots
+    size_t prompt;  // one layer of the longest prompt so far in 16 bit, or its scratch, and its slots
     size_t bytes;   // the sum of all, with `state`: what the allocator was asked for
     size_t state;   // states of sequences and of snapshots, in use
 } kvq_cuda_cache_info;

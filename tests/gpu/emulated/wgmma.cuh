@@ -34,6 +34,8 @@ inline void products_begin() {}
 inline void products_commit() {}
 template <int Pending>
 void products_wait() {}
+template <int Pending>
+void products_wait_behind(bool) {}
 template <int N>
 void products_there(float (&)[N]) {}
 template <class Shape>
@@ -116,9 +118,10 @@ void multiply_registers(float (&d)[N], std::uint32_t a0, std::uint32_t a1, std::
         }
 }
 
-/// Copies to another block of the cluster that are under way.
+/// Copies to shared memory that are under way.
 struct bulk_copy {
-    std::uint32_t to, from;
+    std::uint32_t to;
+    const void* from;
     int bytes;
     std::uint32_t barrier;
 };
@@ -163,7 +166,7 @@ inline void finish_copies(std::uint32_t barrier) {
         if (c.barrier != barrier) {
             bulk_copies.push_back(c);
         } else {
-            std::memcpy(at_shared(c.to, 16), at_shared(c.from, 16), static_cast<std::size_t>(c.bytes));
+            std::memcpy(at_shared(c.to, 16), c.from, static_cast<std::size_t>(c.bytes));
             change_barrier(barrier, [&](phase_barrier& b) { b.bytes -= c.bytes; });
         }
 }
@@ -179,7 +182,15 @@ inline std::uint32_t place_in(int rank, std::uint32_t at) {
 }
 inline void barrier_arrive_cluster(std::uint32_t there) { barrier_arrive(there); }
 inline void copy_bulk_to(std::uint32_t to, std::uint32_t from, int bytes, std::uint32_t barrier) {
+    bulk_copies.push_back({to, at_shared(from, 16), bytes, barrier});
+}
+inline void copy_bulk(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier) {
     bulk_copies.push_back({to, from, bytes, barrier});
+}
+inline void copy_bulk_to_all(std::uint32_t to, const void* from, int bytes, std::uint32_t barrier,
+                             int blocks) {
+    for (int rank = 0; rank < blocks; ++rank)
+        copy_bulk(place_in(rank, to), from, bytes, place_in(rank, barrier));
 }
 inline int read_lane() { return emulated::thread->lane; }
 

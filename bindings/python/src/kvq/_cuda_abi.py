@@ -39,7 +39,8 @@ class kvq_cuda_cache_options(Struct):
                 ("state_parts", POINTER(kvq_state_part)), ("snapshot_bytes", c_size_t), ("state_part_count", c_int32),
                 ("snapshot_every", c_int32), ("snapshot_prompt_end", c_int32), ("pool_states", c_int32),
                 ("rotary_count", c_int32), ("rotary", POINTER(kvq_rotary)), ("listed_tokens", c_int32),
-                ("resident_tokens", c_int32), ("key_statistics", c_int32), ("statistics_tokens", c_int32)]
+                ("resident_tokens", c_int32), ("key_statistics", c_int32), ("statistics_tokens", c_int32),
+                ("prompt_scratch_mib", c_int32)]
 
 
 class kvq_cuda_cache_info(Struct):

@@ -305,6 +305,17 @@ __device__ __forceinline__ void copy_bulk(std::uint32_t to, const void* from, in
         "l"(from), "r"(bytes), "r"(barrier)
         : "memory");
 }
+/// The same to this place in all `blocks` blocks of the cluster; the barrier at this place of each counts
+/// them.
+__device__ __forceinline__ void copy_bulk_to_all(std::uint32_t to, const void* from, int bytes,
+                                                 std::uint32_t barrier, int blocks) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], "
+        "%2, "
+        "[%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "h"(static_cast<std::uint16_t>((1 << blocks) - 1))
+        : "memory");
+}
 /// Four matrices of 8 rows of 16 bytes: lane i gives the address of row i % 8 of matrix i / 8, and has word i
 /// % 4 of row i / 4 of each. Transposed: of column i % 8.
 template <bool Transposed>

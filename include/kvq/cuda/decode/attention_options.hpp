@@ -48,6 +48,14 @@ struct attention_options {
     bool early = false;
 };
 
+/// Device memory in which prefill() holds tiles as half floats while it runs (prefill_scratch_bytes); null:
+/// none.
+struct prefill_scratch {
+    void* memory = nullptr;  ///< starts on 16 bytes
+    std::size_t bytes = 0;
+    int tokens = 0;  ///< no sequence has more before its new ones; 0: as many as its tables name
+};
+
 struct prefill_options {
     float scale = 0.0f;    ///< of scores; 0: 1/sqrt(head_dim)
     float softcap = 0.0f;  ///< cap * tanh(score / cap); 0: none
@@ -62,6 +70,9 @@ struct prefill_options {
     /// Where starts is null, of one sequence: query i sees the new tokens up to i + lead of it, none where
     /// that is below 0.
     int lead = 0;
+    /// On sm_90a every page is then dequantized once, in place of once for 256 / group new tokens; less than
+    /// one kv head needs is not used.
+    prefill_scratch scratch = {};
 };
 
 /// `count` tokens for every list, in any order: [queries][kv_heads][count], device memory; negative: none.

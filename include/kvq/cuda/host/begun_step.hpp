@@ -17,6 +17,7 @@ struct begun_step {
     int draft = 0;       // drafted tokens of every sequence
     sequence_id id;      // of a prompt
     int rows = 0, new_tokens = 0;
+    std::size_t slot_bytes = 0;  // of a prompt, before its pages
 };
 /// The tokens of a prompt in a layer that others share: [tokens][kv_heads][dim] in memory of the cache.
 struct shared_chunk {

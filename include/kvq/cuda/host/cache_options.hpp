@@ -41,6 +41,8 @@ struct cache_options {
     int pool_sequences = 0;  ///< 16-bit pages for so many sequences
     int pool_states = 0;     ///< and so many states: one for a sequence, and one for each of its snapshots
     bool growing = true;     ///< pools that are full grow, between steps
+    /// At most, for prefill() on sm_90a: a layer's pages as half floats (prefill_scratch); 0: none.
+    std::size_t prompt_scratch = 0;
     /// Whose keys say the widths of channels, for formats that take a plan and get no statistics (calibrate).
     /// A sequence is 16 bit up to statistics_tokens, if the first format is one.
     key_statistics statistics = key_statistics::own;

@@ -5,6 +5,8 @@
 // where layer_group::begin_prompt() says.
 #pragma once
 
+#include <bit>
+
 #include "cache_class.hpp"
 #include "group_plans.hpp"
 
@@ -196,6 +198,11 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
         const detail::pool_memory& m = g.window.memory();
         const auto pages = static_cast<std::size_t>(g.scratch_pages(e.pages[i], new_tokens));
         scratch = common::larger(scratch, pages * m.page_bytes());
+        if (options_.prompt_scratch == 0) continue;
+        // Powers of two, so that few of a long text's chunks take larger memory.
+        const std::size_t halves = std::bit_ceil(g.format.functions->prompt_scratch_bytes(
+            g.view_before_prompt(0), e.pages[i].paged_tokens(g.geometry) + new_tokens, new_tokens));
+        scratch = common::larger(scratch, common::smaller(halves, options_.prompt_scratch));
     }
     const std::size_t slot_bytes =
         common::round_up(lists * static_cast<std::size_t>(new_tokens) * sizeof(long long), std::size_t{256});
@@ -209,6 +216,7 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     next.rows = 1;
     next.new_tokens = new_tokens;
     next.id = id;
+    next.slot_bytes = slot_bytes;
     step_ = next;
     detail::word_writer to = writer(stream);
     std::vector<detail::prompt_slots> found;
@@ -357,6 +365,12 @@ inline status cache::prefill_prompt(int layer, const input_view& k, const input_
     if (g.format.index)
         return detail::bad_value("%s: it selects tokens: append, then select", describe(layer).c_str());
     const int member = member_of(layer);
+    // Before append_prompt() has pages there.
+    if (options_.prompt_scratch > 0) {
+        const auto group = static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group);
+        options.scratch = {staging_.as<>() + step_.slot_bytes, staging_.bytes() - step_.slot_bytes,
+                           entry_of(step_.id).pages[group].paged_tokens(g.geometry)};
+    }
     if (is_cross(layer)) {
         if (status s = g.add_window(options, member); !s) return s;
         return g.format.functions->prefill(view(layer), k, v, q, out, nullptr, step_.new_tokens, options,

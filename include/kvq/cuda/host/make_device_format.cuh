@@ -457,6 +457,12 @@ struct device_table {
         else
             return attend_workspace_bytes<mix_type, T, Score>(q_heads, query_tokens);
     }
+    static std::size_t prompt_scratch_bytes(const layer_view& l, int tokens, int new_tokens) {
+        if constexpr (!index && !latent)
+            return prefill_scratch_bytes<T>(mix(l, numbers{}), tokens, new_tokens);
+        else
+            return 0;
+    }
     static std::uint64_t rotated_fingerprint(int number, tensor role, std::uint64_t rotation) {
         std::uint64_t fingerprint = 0;
         const auto ask = [&]<class S>(std::type_identity<S>) {
@@ -502,6 +508,7 @@ struct device_table {
                                                 &workspace_bytes,
                                                 &list_bytes,
                                                 &select_workspace_bytes,
+                                                &prompt_scratch_bytes,
                                                 &page_selection_bytes,
                                                 &check_selection,
                                                 &plans::make_keys,

@@ -1,5 +1,4 @@
-// Attention of a prompt's new tokens over the pages before them and over themselves, in one launch and
-// without scratch memory.
+// Attention of a prompt's new tokens over the pages before them and over themselves.
 //
 //   out[i] = softmax(scale q_i K^T) V     K, V: x^ of all pages of the sequence, then the new tokens 0..i in
 //                                         16 bit
@@ -12,8 +11,9 @@
 // batch nor on timing. Weights, values and keys are rounded to half floats (prefill_tile.cuh). Relative error
 // against double on dequantized values, on normal data: 3e-4 (fp16) to 8e-4 (low2); a score of products p_c
 // moves by about 2^-11 sqrt(sum p_c^2 / 6), which shows where one key outweighs all others. A row whose q
-// holds NaN is NaN. Memory besides arguments: none. sm_90a, 64, 128, 256 or 512 channels, no transforms:
-// prefill_wgmma.cuh; everything else from 8.0 on: prefill_mma.cuh.
+// holds NaN is NaN. Memory besides arguments: none; with options.scratch every page is dequantized once, in a
+// launch of its own, and outputs have the same bits (prefill_ready.cuh). sm_90a, 64, 128, 256 or 512
+// channels, no transforms: prefill_wgmma.cuh; everything else from 8.0 on: prefill_mma.cuh.
 #pragma once
 
 #include <cmath>
@@ -28,15 +28,16 @@ namespace detail {
 template <int Dim, bool Softcap, class Args>
 struct wgmma_launch {
     static constexpr auto* kernel = prefill_wgmma_kernel<Dim, Softcap, Args>;
-    using shape = wgmma_shape<Dim>;
+    using memory = wgmma_memory<Dim, has_ready_tiles<Args>>;
+    using shape = typename memory::shape;
     static constexpr int rows = shape::cluster_rows, threads = shape::threads;
     static constexpr int cluster = shape::cluster;  // thread blocks that see each other's shared memory
     static constexpr kernel_facts facts{
         "prefill_wgmma_kernel",
         shape::rows,
         0,
-        wgmma_memory<Dim>::bytes,
-        wgmma_memory<Dim>::bytes,
+        memory::bytes,
+        memory::bytes,
         threads,
         feature::warpgroup_products | feature::clusters | feature::bulk_copies};
 };
@@ -60,6 +61,12 @@ inline constexpr bool turns_queries<scored_args<Score, Args>> = turns_queries<Ar
 template <int Dim, class Args>
 inline constexpr bool has_wgmma =
     !turns_queries<Args> && (Dim == 64 || Dim == 128 || ((Dim == 256 || Dim == 512) && !has_widths<Args>));
+/// Over tiles in scratch memory.
+template <int Dim, bool Softcap, class Args>
+using ready_launch = wgmma_launch<Dim, Softcap, ready_args<Args>>;
+template <int Dim, class Args>
+inline constexpr bool has_ready =
+    !turns_queries<Args> && (Dim == 64 || Dim == 128 || Dim == 256 || Dim == 512);
 /// Blocks of 256 channels and 128 rows need more shared memory than 8.0 has; a warp must have whole rows of
 /// outputs that are turned.
 template <int Dim, bool Softcap, class Args>
@@ -77,7 +84,8 @@ using prefill_launches = joined<
     mma_launches<Dim, Softcap, Args>>;
 
 template <class Launch, class Args>
-status launch_prefill(Launch, const Args& args, int query_rows, cudaStream_t stream) noexcept {
+status launch_prefill(Launch, const Args& args, int query_rows, int kv_heads, int sequences,
+                      cudaStream_t stream) noexcept {
     constexpr int bytes = Launch::facts.shared_memory, cluster = Launch::cluster;
     auto* const kernel = Launch::kernel;
     const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -86,14 +94,13 @@ status launch_prefill(Launch, const Args& args, int query_rows, cudaStream_t str
         std::snprintf(what, sizeof what, "prefill needs %d bytes of shared memory per block", bytes);
         return runtime_error(code, what);
     }
-    const auto& cache = get<0>(args.parts).cache;
     cudaLaunchAttribute clusters{};
     clusters.id = cudaLaunchAttributeClusterDimension;
     clusters.val.clusterDim.x = static_cast<unsigned>(cluster);
     clusters.val.clusterDim.y = clusters.val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(kvq::detail::ceil_div(query_rows, Launch::rows) * cluster),
-                          static_cast<unsigned>(cache.kv_heads), static_cast<unsigned>(cache.sequences));
+                          static_cast<unsigned>(kv_heads), static_cast<unsigned>(sequences));
     config.blockDim = dim3(static_cast<unsigned>(Launch::threads));
     config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
     config.stream = stream;
@@ -101,6 +108,77 @@ status launch_prefill(Launch, const Args& args, int query_rows, cudaStream_t str
     config.numAttrs = cluster > 1 ? 1 : 0;
     const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, args);
     return launched == cudaSuccess ? status{} : runtime_error(launched, "launching prefill");
+}
+
+/// Tiles of a call that takes scratch memory for all heads, without their place. tokens: as prefill_scratch
+/// has them.
+template <int Dim, class... Parts>
+ready_tiles ready_for(const mixed_cache_ref<Parts...>& history, int tokens, int most_new_tokens) noexcept {
+    constexpr int tile = wgmma_shape<Dim, true>::tile;
+    const auto& cache = get<0>(history.parts).cache;
+    ready_tiles ready;
+    ready.columns = kvq::detail::ceil_div(most_new_tokens, tile);
+    ready.ranges = 1;
+    // Tables of several formats name the same tokens, of which each holds some.
+    for_each_part(history.parts, [&]<class Part>(const Part& part) {
+        auto most = static_cast<long long>(part.cache.table_columns) * Part::pair_type::page_tokens;
+        if (part.capacity >= 0) most = kvq::detail::smaller<long long>(most, part.capacity);
+        most = kvq::detail::smaller<long long>(most, tokens > 0 ? tokens : most_tokens);
+        ready.columns += kvq::detail::ceil_div(static_cast<int>(most), tile);
+        ++ready.ranges;
+    });
+    ready.sequences = cache.sequences;
+    ready.heads = cache.kv_heads;
+    ready.tile_bytes = ready_memory<Dim>::tile_bytes;
+    return ready;
+}
+
+/// For how many heads at a time is there scratch memory? 0: for too few to occupy the device. clusters: of a
+/// head and sequence.
+inline int heads_at_a_time(ready_tiles ready, std::size_t bytes, int clusters) noexcept {
+    int device = 0, multiprocessors = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
+        return 0;
+    const int kv_heads = ready.heads, at_once = kvq::detail::larger(1, multiprocessors / 2);
+    const auto rounds = [&](int heads) {  // of clusters, all launches together
+        return kvq::detail::ceil_div(kv_heads, heads) *
+               kvq::detail::ceil_div(heads * clusters * ready.sequences, at_once);
+    };
+    while (ready.heads > 0 && (ready.bytes() > bytes || rounds(ready.heads) > rounds(kv_heads)))
+        --ready.heads;
+    return ready.heads;
+}
+
+/// Dequantizes all tiles, then attends over them, for as many heads at a time as scratch memory has room for.
+template <int Dim, bool Softcap, class Args, class Without>
+status launch_ready(const Args& args, const Without& without, ready_tiles ready, int query_rows,
+                    const prefill_scratch& scratch, cudaStream_t stream) noexcept {
+    using memory = ready_memory<Dim>;
+    auto* const kernel = prefill_tiles_kernel<Dim, Args>;
+    const cudaError_t code =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory::bytes);
+    if (code != cudaSuccess) return runtime_error(code, "prefill: shared memory of a block");
+    ready.memory = static_cast<std::byte*>(scratch.memory);
+    const int heads = ready.heads, kv_heads = get<0>(args.parts).cache.kv_heads;
+    for (int head = 0; head < kv_heads; head += heads) {
+        ready.first_head = head;
+        ready.heads = kvq::detail::smaller(heads, kv_heads - head);
+        cudaLaunchConfig_t config{};
+        config.gridDim = dim3(static_cast<unsigned>(memory::parts * ready.columns),
+                              static_cast<unsigned>(ready.heads), static_cast<unsigned>(ready.sequences));
+        config.blockDim = dim3(ready_threads);
+        config.dynamicSmemBytes = memory::bytes;
+        config.stream = stream;
+        const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, args, ready);
+        if (launched != cudaSuccess) return runtime_error(launched, "launching the tiles of prefill");
+        if (status s =
+                launch_prefill(ready_launch<Dim, Softcap, Without>{}, ready_args<Without>{without, ready},
+                               query_rows, ready.heads, ready.sequences, stream);
+            !s)
+            return s;
+    }
+    return {};
 }
 
 /// Of parts as kernels read them.
@@ -151,37 +229,45 @@ status prefill_mix(const mixed_cache_ref<Parts...>& history, const token_view<co
         return bad_value("%d new tokens of %d sequences with %d query heads", most_new_tokens,
                          cache.sequences, q.heads);
 
-    prefill_args<T, Parts...> args{history.parts,
-                                   q,
-                                   k,
-                                   v,
-                                   out,
-                                   starts,
-                                   cache.tokens,
-                                   history.recent,
-                                   group,
-                                   0.0f,
-                                   options.softcap,
-                                   row_window(options.window, options.chunked),
-                                   options.window_sinks,
-                                   sinks,
-                                   options.sink_logits,
-                                   options.lse,
-                                   cache_cuts,
-                                   options.state_out,
-                                   options.lead,
-                                   has_score<Score>};
+    using args_type = prefill_args<T, Parts...>;
+    args_type args{
+        {q, k, v, out, starts, cache.tokens, history.recent, group, 0.0f, options.softcap,
+         row_window(options.window, options.chunked), options.window_sinks, sinks, options.sink_logits,
+         options.lse, cache_cuts, options.state_out, options.lead, has_score<Score>},
+        history.parts};
     const float scale = options.scale == 0.0f ? 1.0f / std::sqrt(static_cast<float>(dim)) : options.scale;
     args.scale = options.softcap > 0.0f || has_score<Score> ? scale : scale * log2e;
-    const auto launch = [&]<bool Softcap>(std::bool_constant<Softcap>, const auto& all) {
-        return with_kernel(
-            prefill_launches<dim, Softcap, std::remove_cvref_t<decltype(all)>>{}, most_new_tokens * group,
-            [&](auto kernel) { return launch_prefill(kernel, all, most_new_tokens * group, stream); });
+    const int rows = most_new_tokens * group;
+    ready_tiles ready;
+    if constexpr (has_ready<dim, args_type>)
+        if (options.scratch.memory != nullptr) {
+            ready = ready_for<dim>(history, options.scratch.tokens,
+                                   starts == nullptr ? k.tokens : most_new_tokens);
+            ready.heads = heads_at_a_time(ready, options.scratch.bytes,
+                                          kvq::detail::ceil_div(rows, wgmma_shape<dim, true>::cluster_rows));
+        }
+    // all: the call with its pages; without: without them.
+    const auto launch = [&]<bool Softcap, class All, class Without>(std::bool_constant<Softcap>,
+                                                                    const All& all, const Without& without) {
+        using over_ready = ready_launch<dim, Softcap, Without>;
+        using launches = prefill_launches<dim, Softcap, All>;
+        const auto start = [&]<class Launch>(Launch kernel) {
+            if constexpr (std::is_same_v<Launch, over_ready>)
+                return launch_ready<dim, Softcap>(args, without, ready, rows, options.scratch, stream);
+            else
+                return launch_prefill(kernel, all, rows, cache.kv_heads, cache.sequences, stream);
+        };
+        if constexpr (has_ready<dim, args_type>)
+            if (ready.heads > 0) return with_kernel(joined<kernel_list<over_ready>, launches>{}, rows, start);
+        return with_kernel(launches{}, rows, start);
     };
+    const prefill_args<T>& without = args;
     if constexpr (has_score<Score>)
-        return launch(std::true_type{}, scored_args<Score, prefill_args<T, Parts...>>{args, score});
+        return launch(std::true_type{}, scored_args<Score, args_type>{args, score},
+                      scored_args<Score, prefill_args<T>>{without, score});
     else
-        return options.softcap > 0.0f ? launch(std::true_type{}, args) : launch(std::false_type{}, args);
+        return options.softcap > 0.0f ? launch(std::true_type{}, args, without)
+                                      : launch(std::false_type{}, args, without);
 }
 
 }  // namespace detail
@@ -212,6 +298,25 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
         "through dequantize_tokens");
     return detail::prefill_mix<T>(detail::read_mix(history), k, v, q, out, starts, most_new_tokens, options,
                                   stream, score);
+}
+
+/// Bytes of prefill_scratch with which prefill() computes all kv heads at a time on the current device; 0: it
+/// takes none. tokens: as prefill_scratch has them; new_tokens: the most of a sequence.
+template <class T, class... Parts>
+std::size_t prefill_scratch_bytes(const mixed_cache_ref<Parts...>& history, int tokens,
+                                  int new_tokens) noexcept {
+    return [&]<class... Read>(const mixed_cache_ref<Read...>& cache) -> std::size_t {
+        constexpr int dim = std::tuple_element_t<0, std::tuple<Read...>>::pair_type::head_dim;
+        if constexpr (detail::prefills<typename Read::pair_type...> &&
+                      detail::has_ready<dim, detail::prefill_args<T, Read...>>) {
+            using launch = detail::ready_launch<dim, false, detail::prefill_args<T>>;
+            const detail::device_facts device{detail::compute_capability(), detail::device_shared_memory()};
+            if (detail::refuses<launch>(device, nullptr)) return 0;
+            return detail::ready_for<dim>(cache, tokens, new_tokens).bytes();
+        } else {
+            return 0;
+        }
+    }(detail::read_mix(history));
 }
 
 /// The kernel that prefill() of this mixed_cache_ref takes on the current device, and why; or why it has

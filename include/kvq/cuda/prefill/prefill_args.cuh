@@ -44,6 +44,10 @@ inline constexpr bool is_scored = requires(const Args& a) {
     a.score;
 };
 
+/// Do tiles come from device memory as they are (prefill_ready.cuh)?
+template <class Args>
+inline constexpr bool has_ready_tiles = false;
+
 /// Rows of a block, and what they see.
 struct prefill_block {
     int sequence, kv_head;
@@ -90,9 +94,9 @@ struct new_range {
     }
 };
 
-template <class T, class... Parts>
-struct prefill_args {
-    object_list<Parts...> parts;
+/// Of a call, without its pages.
+template <class T>
+struct prefill_args<T> {
     token_view<const T> q, k, v;
     token_view<T> out;
     const int* starts;  // [sequences + 1], or null: one sequence, all rows of q, and of k and v
@@ -164,6 +168,11 @@ struct prefill_args {
         const bool hides = hides_tokens(block, position, tile);
         return partly || hides ? (sinks ? 2 : 1) | (hides ? 4 : 0) : 0;
     }
+};
+
+template <class T, class... Parts>
+requires(sizeof...(Parts) > 0) struct prefill_args<T, Parts...> : prefill_args<T> {
+    object_list<Parts...> parts;
 };
 
 /// The place of a channel of queries and keys.

@@ -22,8 +22,8 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 template <int Dim, bool Softcap, class Args>
 __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block& block,
                                               const wgmma_place& place, int tiles, int group) {
-    using memory = wgmma_memory<Dim>;
-    using shape = wgmma_shape<Dim>;
+    using memory = wgmma_memory<Dim, has_ready_tiles<Args>>;
+    using shape = typename memory::shape;
     constexpr int tile_tokens = shape::tile, units = shape::units;
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
     const int g = lane / 4, t = lane % 4;
@@ -76,7 +76,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
             asm volatile("" : "+r"(q));  // otherwise the descriptors of all steps take registers
             if constexpr (shape::wide) {
                 asm volatile("" : "+r"(k));
-                publish_to_products();
+                if constexpr (!shape::ready) publish_to_products();
             }
             products_begin();
             static_for<steps>([&](auto step) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         std::uint32_t v = operand_at(stage.values);
         if constexpr (shape::wide) {
             asm volatile("" : "+r"(v));
-            publish_to_products();
+            if constexpr (split || !shape::ready) publish_to_products();  // weights, or the values
         }
         products_begin();
         static_for<tile_tokens / 16>([&](auto step) {

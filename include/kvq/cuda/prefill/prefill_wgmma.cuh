@@ -21,6 +21,7 @@
 #pragma once
 
 #include "prefill_consumers.cuh"
+#include "prefill_ready.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -312,19 +313,24 @@ private:
 #endif
 
 template <int Dim, bool Softcap, class Args>
-__global__ void __launch_bounds__((warpgroup_threads<wgmma_shape<Dim>::threads>), 1)
+__global__ void __launch_bounds__((warpgroup_threads<wgmma_shape<Dim, has_ready_tiles<Args>>::threads>), 1)
     prefill_wgmma_kernel([[maybe_unused]] const __grid_constant__ Args a) {
 #if KVQ_WARPGROUP_PRODUCTS
-    using memory = wgmma_memory<Dim>;
-    using shape = wgmma_shape<Dim>;
+    using memory = wgmma_memory<Dim, has_ready_tiles<Args>>;
+    using shape = typename memory::shape;
     // 1024: the swizzle of tiles. A name of its own, since one name has one alignment in a program.
     extern __shared__ __align__(1024) std::byte swizzled_memory[];
     std::byte* const shared = swizzled_memory;
     const wgmma_place place{shared_address(shared), cluster_rank()};
-    prefill_block block(a, shape::cluster_rows, static_cast<int>(blockIdx.x) / shape::cluster,
-                        static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z));
+    int head = static_cast<int>(blockIdx.y);
+    if constexpr (shape::ready) head += a.ready.first_head;
+    prefill_block block(a, shape::cluster_rows, static_cast<int>(blockIdx.x) / shape::cluster, head,
+                        static_cast<int>(blockIdx.z));
     if (block.empty()) return;
-    find_order(a, block);
+    if constexpr (shape::ready)
+        block.order = *a.ready.order(block.sequence, head);
+    else
+        find_order(a, block);
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
     // By a shuffle, what depends on the warp is known to be the same for all lanes.
     const int warp = shape::wide ? __shfl_sync(0xffffffffu, thread / 32, 0) : thread / 32;
@@ -348,19 +354,31 @@ __global__ void __launch_bounds__((warpgroup_threads<wgmma_shape<Dim>::threads>)
 
     if (warp < shape::producer_warps) {
         leave_registers<shape>();
-        const auto produce = [&]<tensor Role>(std::integral_constant<tensor, Role>) {
-            tile_producer<Role, Dim, Args> producer{a, block, place, warp % shape::role_warps,
-                                                    shape::wide ? read_lane() : lane};
-            each_part(a, [&](const auto& part) { producer.pages(part); });
-            producer.new_tokens();
-        };
-        if (warp < shape::role_warps)
-            produce(std::integral_constant<tensor, tensor::key>{});
-        else
-            produce(std::integral_constant<tensor, tensor::value>{});
+        if constexpr (shape::ready) {
+            if (warp == 0)
+                feed_ready_tiles<tensor::key, Dim>(a, block, place, lane);
+            else if (warp == shape::role_warps)
+                feed_ready_tiles<tensor::value, Dim>(a, block, place, lane);
+            __syncwarp();
+        } else {
+            const auto produce = [&]<tensor Role>(std::integral_constant<tensor, Role>) {
+                tile_producer<Role, Dim, Args> producer{a, block, place, warp % shape::role_warps,
+                                                        shape::wide ? read_lane() : lane};
+                each_part(a, [&](const auto& part) { producer.pages(part); });
+                producer.new_tokens();
+            };
+            if (warp < shape::role_warps)
+                produce(std::integral_constant<tensor, tensor::key>{});
+            else
+                produce(std::integral_constant<tensor, tensor::value>{});
+        }
     } else {
         take_registers<shape>();
-        const int tiles = count_tiles(a, block, shape::tile);
+        int tiles = 0;
+        if constexpr (shape::ready)
+            each_ready_tile(a, block, shape::tile, [&](int) { ++tiles; });
+        else
+            tiles = count_tiles(a, block, shape::tile);
         consume_tiles<Dim, Softcap>(a, block, place, tiles, (warp - shape::producer_warps) / 4);
     }
     cluster_wait();  // the other block may still write to this one's shared memory

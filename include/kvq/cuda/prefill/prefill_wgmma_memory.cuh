@@ -15,9 +15,10 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// How a head size is computed. Wide: tiles are shorter, blocks of a cluster share them by channels, not by
 /// tokens, and words come right from pages.
-template <int Dim>
+/// Ready: tiles come from device memory as they are (prefill_ready.cuh).
+template <int Dim, bool Ready = false>
 struct wgmma_shape {
-    static constexpr bool wide = Dim > 128;
+    static constexpr bool wide = Dim > 128, ready = Ready;
     static constexpr int cluster = 2;  // blocks that share tiles
     static constexpr int tile = wide ? 64 : 128, half_tile = tile / 2;
     /// A stage holds a unit: all tokens of a tile, and so many channels. Where a warpgroup has no registers
@@ -26,16 +27,18 @@ struct wgmma_shape {
     static constexpr bool split = units > 1;
     static constexpr int stages = 2;  // of keys; as many of values
     static constexpr int rows = split ? 64 : 128, cluster_rows = cluster * rows;  // rows: of a block
-    static constexpr int role_warps = Dim == 256 ? 2 : 4;  // produce keys; as many produce values
+    static constexpr int role_warps = Ready || Dim == 256 ? 2 : 4;  // produce keys; as many produce values
     static constexpr int producer_warps = 2 * role_warps, consumer_warps = 8;
     static constexpr int threads = 32 * (producer_warps + consumer_warps);
     /// Of a thread, in all those of a multiprocessor; with fewer, products of wide tiles do not overlap.
-    static constexpr int consumer_registers = Dim == 256 ? 208
-                                              : wide     ? 176
-                                                         : 192,
-                         producer_registers = Dim == 256 ? 88
-                                              : wide     ? 80
-                                                         : 64;
+    static constexpr int consumer_registers = Ready        ? 232
+                                              : Dim == 256 ? 208
+                                              : wide       ? 176
+                                                           : 192,
+                         producer_registers = Ready        ? 40
+                                              : Dim == 256 ? 88
+                                              : wide       ? 80
+                                                           : 64;
     /// Wide: 32 channels of a tile are a warp's cells at a time. Of those of a unit, a block of a cluster has
     /// its share, which a role's warps take one after the other.
     static constexpr int share = unit_channels / 32 / cluster, passes = share / role_warps;
@@ -43,21 +46,21 @@ struct wgmma_shape {
 /// Blocks of pages as they are, on their way to a tile: a slot has those of half a tile of keys or values.
 inline constexpr int block_slots = 2, block_slot_bytes = 16 * 1024;
 
-template <int Dim>
+template <int Dim, bool Ready = false>
 struct wgmma_memory {
-    using shape = wgmma_shape<Dim>;
+    using shape = wgmma_shape<Dim, Ready>;
     static constexpr int query = 0, query_bytes = shape::rows * Dim * 2;
     static constexpr int unit_bytes = shape::tile * shape::unit_channels * 2;
     static constexpr int keys = query + query_bytes, values = keys + shape::stages * unit_bytes;
     static constexpr int slots_at = values + shape::stages * unit_bytes;
     /// Weights of a tile, where the warpgroups of consumers have half of the tokens each.
-    static constexpr int weights = slots_at + (shape::wide ? 0 : 2 * block_slots * block_slot_bytes),
+    static constexpr int weights = slots_at + (shape::wide || Ready ? 0 : 2 * block_slots * block_slot_bytes),
                          weight_bytes = shape::rows * shape::tile * 2;
     static constexpr int tables = weights + (shape::split ? weight_bytes : 0);
     // Notes and barriers of the stages, barriers of the slots.
     static constexpr int key_table = shape::wide ? octet_table_bytes : key_table_bytes,
                          value_table = shape::wide ? octet_table_bytes : value_table_bytes;
-    static constexpr int control = tables + shape::role_warps * (key_table + value_table);
+    static constexpr int control = tables + (Ready ? 0 : shape::role_warps * (key_table + value_table));
     static constexpr int stage_bytes = static_cast<int>(sizeof(tile_note)) + 32;
     static constexpr int slot_barriers = control + shape::stages * stage_bytes;
     /// [warpgroup of consumers][row], floats.
