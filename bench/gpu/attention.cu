@@ -179,7 +179,7 @@ measured run(const char* name, const shape& s, settings& set) {
         1, std::min<std::size_t>((std::size_t{3} << 28) / case_bytes + 1, set.bytes / case_bytes));
     const std::size_t pages = sets * case_pages;
     if (pages * page_bytes > set.bytes ||
-        (cuda::detail::names_planes<Format> && pages > cuda::detail::most_plane_pages))
+        (cuda::detail::names_planes<Format> && pages > cuda::detail::most_lower_pages))
         return {};
     ref_type cache;
     cache.key_pages = set.memory;
