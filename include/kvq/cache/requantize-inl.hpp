@@ -281,8 +281,8 @@ private:
                 if (format < 0) continue;
                 const std::size_t bytes = whole_bytes(role, layer, format);
                 if (request_.only_smaller && !some_larger(role, layer, bytes)) continue;
-                if (std::ranges::any_of(wider_, [&](const layer_format& f) {
-                        const int listed = role == tensor::key ? f.key : f.value;
+                if (std::ranges::any_of(wider_, [&](const layer_format& wide) {
+                        const int listed = role == tensor::key ? wide.key : wide.value;
                         return whole_bytes(role, layer, cache_->table(role).index_of(listed)) <= bytes;
                     }))
                     continue;
