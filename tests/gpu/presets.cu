@@ -101,7 +101,7 @@ void check_turned(const char* name) {
 }
 
 /// Strides of other systems' rows that no kernel could read.
-void check_strides() {
+[[maybe_unused]] void check_strides() {
     using format = cuda::strided_rows<rows_pair<nvfp4_of_others, fp8, 128, 16>>;
     test::rng r(5);
     const test::device_batch<format> device(test::quantized_batch<format>(r, 2, {20}));
