@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Every C, C++, Python and Rust example of README.md and docs/ stands, word by word, in one of the files that are compiled or run, and
 every link of a Markdown file leads to a file of the repository and to a heading that is there. Files that docs/reference and CONTRIBUTING.md
-name are there.
+name are there. README.md and docs/ stay short, with lines that a terminal shows.
 
     check.py FOLDER SNIPPETS...     FOLDER: of the repository
 
@@ -55,6 +55,20 @@ def dead_links(folder, document):
             yield f"{document.relative_to(folder)}: no such heading: {target}"
 
 
+def too_long(folder):
+    """More lines than a reader takes, or lines of text that are too long; tables and code may be longer."""
+    documents = [folder / "README.md", *sorted((folder / "docs").rglob("*.md"))]
+    lines = [len(document.read_text().splitlines()) for document in documents]
+    if lines[0] > 80:
+        yield f"README.md has {lines[0]} lines, at most 80"
+    if sum(lines) > 5000:
+        yield f"README.md and docs/ have {sum(lines)} lines, at most 5000"
+    for document in documents:
+        for line in prose(document.read_text()).splitlines():
+            if len(line) > 120 and not line.startswith("|"):
+                yield f"{document.relative_to(folder)}: {len(line)} columns, at most 120: {line[:60]}"
+
+
 def main():
     folder = pathlib.Path(sys.argv[1]).resolve()
     compiled = "".join(bare(pathlib.Path(name).read_text()) for name in sys.argv[2:])
@@ -74,6 +88,7 @@ def main():
         missing += dead_links(folder, document)
         if document.parent == folder / "docs/reference" or document == folder / "CONTRIBUTING.md":
             missing += missing_files(folder, document)
+    missing += too_long(folder)
     for name in sys.argv[2:]:
         if name.endswith("snippets.py"):
             missing += sorted(set(wrong_names(pathlib.Path(name), folder / "bindings/python/src/kvq")))
