@@ -989,8 +989,11 @@ struct history {
     void requantize() {
         std::vector<cuda::sequence_id> ids;
         std::vector<kvq::sequence*> hosts;
+        // Stepping down leaves what others hold, so that a page must have as many holders on both sides.
+        std::vector<pair*> everyone;
+        for (pair& p : pairs) everyone.push_back(&p);
+        part(everyone);
         const std::vector<pair*> all = some();
-        part(all);
         for (pair* p : all) {
             ids.push_back(p->id);
             hosts.push_back(&p->host);
