@@ -61,8 +61,8 @@ struct rows_attention {
     /// Are keys and values the same rows? Strides from which nothing is read do not count.
     bool same_records() const {
         const rows_view &a = keys, &b = values;
-        if (!a.rows || !b.rows || !reads(a) || !a.rows.same_as(b.rows) || a.data != b.data ||
-            a.scales != b.scales || a.biases != b.biases || shape.head_dim < 1)
+        if (!a.rows || !b.rows || !reads(a) || places(a).bytes == nullptr || !a.rows.same_as(b.rows) ||
+            a.data != b.data || a.scales != b.scales || a.biases != b.biases || shape.head_dim < 1)
             return false;
         const int dense = places(a).bytes(a.rows.scheme(), shape.head_dim).group;
         const auto same = [](bool read, std::ptrdiff_t x, std::ptrdiff_t y) { return !read || x == y; };

@@ -80,7 +80,7 @@ struct largest_keys {
     }
     /// above, equal: of warps before.
     template <class Emit>
-    __device__ __forceinline__ void give(unsigned above, unsigned equal, int lane, const Emit& emit) const {
+    __device__ __forceinline__ void give(unsigned above, unsigned equal, int lane, const Emit& put) const {
         const unsigned lower_lanes = (1u << lane) - 1u;
 #pragma unroll
         for (int j = 0; j < Each; ++j) {
@@ -88,7 +88,7 @@ struct largest_keys {
             const unsigned above_before = above + static_cast<unsigned>(__popc(v.x & lower_lanes)),
                            equal_before = equal + static_cast<unsigned>(__popc(v.y & lower_lanes));
             if (keys[j] > floor || (keys[j] != 0 && keys[j] == floor && equal_before < left))
-                emit(static_cast<int>(above_before + kvq::detail::smaller(equal_before, left)), j);
+                put(static_cast<int>(above_before + kvq::detail::smaller(equal_before, left)), j);
             above += static_cast<unsigned>(__popc(v.x));
             equal += static_cast<unsigned>(__popc(v.y));
         }
@@ -101,12 +101,12 @@ private:
     }
 };
 
-/// Calls emit(place, j) for keys[j] among the `count` largest of the block. Thread `lane` of warp w has keys
+/// Calls put(place, j) for keys[j] among the `count` largest of the block. Thread `lane` of warp w has keys
 /// 512 w + 32 j + lane: places follow this order, and of equal keys the first are chosen. Key 0 never is.
 /// Returns how many were chosen. All threads.
 template <class Emit>
 __device__ __forceinline__ int select_largest(top_memory& memory, const unsigned (&keys)[top_each], int count,
-                                              const Emit& emit) {
+                                              const Emit& put) {
     const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
     unsigned floor = 0,
              left = static_cast<unsigned>(count);  // the digits so far; how many of them are chosen
@@ -141,7 +141,7 @@ __device__ __forceinline__ int select_largest(top_memory& memory, const unsigned
     chosen.count(memory.of_warp, warp, lane);
     __syncthreads();
     chosen.give(__reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[0][lane] : 0u),
-                __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[1][lane] : 0u), lane, emit);
+                __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[1][lane] : 0u), lane, put);
     return found;
 }
 
@@ -241,7 +241,7 @@ struct cluster_top_memory {
 template <int Blocks, class Emit>
 __device__ __forceinline__ int select_largest_of_cluster(cluster_top_memory& memory,
                                                          const unsigned (&keys)[cluster_each], int count,
-                                                         const Emit& emit) {
+                                                         const Emit& put) {
     constexpr int bins = cluster_top_memory::bins, copies = cluster_top_memory::copies, slice = bins / Blocks;
     static_assert(bins == 2 * top_threads && copies == 4);
     const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size,
@@ -313,7 +313,7 @@ __device__ __forceinline__ int select_largest_of_cluster(cluster_top_memory& mem
         of_block[1] = *in_block(lane, &memory.equal);
     }
     chosen.give(__reduce_add_sync(0xffffffffu, of_block[0] + (lane < warp ? of_lane[0] : 0u)),
-                __reduce_add_sync(0xffffffffu, of_block[1] + (lane < warp ? of_lane[1] : 0u)), lane, emit);
+                __reduce_add_sync(0xffffffffu, of_block[1] + (lane < warp ? of_lane[1] : 0u)), lane, put);
     cluster_wait();  // others may still read this block's memory
     return found;
 }
@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(top_threads, 1) select_top_kernel(const __grid
     const std::size_t to = (static_cast<std::size_t>(row) * static_cast<std::size_t>(a.groups) +
                             static_cast<std::size_t>(group)) *
                            static_cast<std::size_t>(a.count);
-    const auto emit = [&](int at, int j) {
+    const auto put = [&](int at, int j) {
         const std::size_t place = to + static_cast<std::size_t>(at);
         a.best_positions[place] = a.positions == nullptr ? first + j * warp_size : a.positions[number(j)];
         if (a.best_scores != nullptr) a.best_scores[place] = a.scores[number(j)];
@@ -379,11 +379,11 @@ __global__ void __launch_bounds__(top_threads, 1) select_top_kernel(const __grid
     int found;
     if constexpr (Blocks == 1) {
         __shared__ top_memory memory;
-        found = select_largest(memory, keys, a.count, emit);
+        found = select_largest(memory, keys, a.count, put);
     } else {
         extern __shared__ __align__(16) std::byte page_memory[];
         found = select_largest_of_cluster<Blocks>(
-            *reinterpret_cast<cluster_top_memory*>(own_memory(page_memory)), keys, a.count, emit);
+            *reinterpret_cast<cluster_top_memory*>(own_memory(page_memory)), keys, a.count, put);
     }
     if (rank != 0) return;
     for (int i = found + thread; i < a.count; i += top_threads)
