@@ -101,6 +101,8 @@ cuda::detail::layer_view side_of_conversion(const cuda::device_format& kernels, 
     expect(part.first_page == nullptr && part.end_page == nullptr, KVQ_ERROR_ARGUMENT, name,
            " has first_page or end_page; a table says by negative entries what is not there");
     number = number_of(kernels, part.pages.format, name);
+    expect(part.pages.page_tokens == 0 || part.pages.page_tokens == kernels.page_tokens, KVQ_ERROR_ARGUMENT,
+           name, " has pages of ", part.pages.page_tokens, " tokens, not of ", kernels.page_tokens);
     cuda::detail::layer_view l{};
     l.layer = layer_of(kernels, part.pages, number, -1, name);
     l.window = memory_of(kernels, part.pages, number, kv_heads, name);

@@ -1681,6 +1681,10 @@ void conversion_of_pages() {
     bad.pages.format = "fp16";
     REFUSED(there(rows, bad, of_turn), KVQ_ERROR_ARGUMENT, "to has the window's type");
     bad = rows;
+    bad.pages.format = "fp16";
+    bad.pages.page_tokens = 16;
+    REFUSED(there(bad, codes, of_turn), KVQ_ERROR_ARGUMENT, "pages of 16 tokens, not of");
+    bad = rows;
     bad.pages.head_stride = 24;
     REFUSED(there(bad, codes, of_turn), KVQ_ERROR_ARGUMENT, "multiples of 16");
     const uploaded<std::int32_t> one({0});

@@ -117,7 +117,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
     test::device_buffer<float> lse(static_cast<std::size_t>(tokens * q_heads) + 1);
     /// Sequences first to first + count - 1.
     cuda::prefill_scratch scratch;
-    const auto run = [&](std::size_t first, std::size_t count, T* to, float* to_lse) {
+    const auto start = [&](std::size_t first, std::size_t count, T* to, float* to_lse) {
         const auto some = [&](auto ref) {
             ref.tokens += first;
             ref.block_table += first * static_cast<std::size_t>(ref.table_columns);
@@ -137,7 +137,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
         options.sink_logits = c.logits ? logits_device.get() : nullptr;
         options.lse = to_lse;
         options.scratch = scratch;
-        const auto status = cuda::prefill<T>(
+        return cuda::prefill<T>(
             mixed(some), {rows(k_device.get(), c.kv_heads), n, c.kv_heads, dim},
             {rows(v_device.get(), c.kv_heads), n, c.kv_heads, dim},
             {rows(q_device.get(), q_heads), n, q_heads, dim},
@@ -145,8 +145,11 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
             *std::max_element(c.new_tokens.begin() + static_cast<std::ptrdiff_t>(first),
                               c.new_tokens.begin() + static_cast<std::ptrdiff_t>(first + count)),
             options, nullptr, Score{});
-        CHECK(status, "%s: %s", name, status.message);
+    };
+    const auto run = [&](std::size_t first, std::size_t count, T* to, float* to_lse) {
+        const auto status = start(first, count, to, to_lse);
         CUDA_OK(cudaDeviceSynchronize());
+        CHECK(status, "%s: %s", name, status.message);
     };
     run(0, sequences, out.get(), lse.get());
     const std::vector<T> got = out.download();
@@ -172,6 +175,13 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
     again.poison();
     run(0, sequences, again.get(), lse.get());
     check_again("through scratch memory");
+    for (const cuda::prefill_scratch& bad :
+         {cuda::prefill_scratch{lse.get() + 1, 4, 1}, cuda::prefill_scratch{lse.get(), 4, -1}}) {
+        scratch = bad;
+        const auto status = start(0, sequences, again.get(), nullptr);
+        CHECK(!status && std::strstr(status.message, "scratch memory at") != nullptr, "%s: %s", name,
+              status.message);
+    }
     scratch = {};
     if (sequences > 1) {
         again.poison();

@@ -118,6 +118,8 @@ void check_turned(const char* name) {
     refused("rows of keys have 8 bytes of scales", [](auto& c) { c.own_keys.memory.scales = nullptr; });
     refused("rows of values have 0 bytes of scales",
             [](auto& c) { c.own_values.memory.scales = c.value_pages; });
+    refused("80 bytes apart and 2 heads 80 share bytes", [](auto& c) { c.own_keys.memory.token_bytes = 80; });
+    refused("8 bytes of scales a row", [](auto& c) { c.own_keys.memory.scale_token_bytes = 0; });
     refused("more than 2 GB", [](auto& c) { c.own_keys.memory.token_bytes = std::size_t{1} << 28; });
     refused("not multiples of 4", [](auto& c) { c.own_keys.memory.scale_token_bytes = 2; });
 }

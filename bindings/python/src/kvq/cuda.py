@@ -782,8 +782,11 @@ class Pages:
             elif x.shape[0] > 0 and (not x[0].is_contiguous() or x[0].numel() * size < least):
                 raise ArgumentError(f"kvq: {name}s are {x.dtype} {list(x.shape)} with strides {list(strides)}; a page of {format} is "
                                     f"{least} contiguous bytes")
-        if (key_scale, value_scale) != (1.0, 1.0):
-            pages.key_scale, pages.value_scale = key_scale, value_scale
+        for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+            if not scale > 0:
+                raise ArgumentError(f"kvq: {name} is {scale}, which must be positive")
+            if scale != 1.0:
+                setattr(pages, name, scale)
         self._c = _cuda_abi.kvq_cuda_part(pages=pages, table=block_table.data_ptr())
 
 

@@ -53,7 +53,7 @@ struct attention_options {
 struct prefill_scratch {
     void* memory = nullptr;  ///< starts on 16 bytes
     std::size_t bytes = 0;
-    int tokens = 0;  ///< no sequence has more before its new ones; 0: as many as its tables name
+    int tokens = 0;  ///< no sequence has more before its new ones, hidden ones too; 0: as its tables name
 };
 
 struct prefill_options {

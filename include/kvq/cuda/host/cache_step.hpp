@@ -200,9 +200,11 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
         scratch = common::larger(scratch, pages * m.page_bytes());
         if (options_.prompt_scratch == 0) continue;
         // Powers of two, so that few of a long text's chunks take larger memory.
-        const std::size_t halves = std::bit_ceil(g.format.functions->prompt_scratch_bytes(
-            g.view_before_prompt(0), e.pages[i].paged_tokens(g.geometry) + new_tokens, new_tokens));
-        scratch = common::larger(scratch, common::smaller(halves, options_.prompt_scratch));
+        const std::size_t halves = g.format.functions->prompt_scratch_bytes(
+            g.view_before_prompt(0), e.pages[i].paged_tokens(g.geometry) + new_tokens, new_tokens);
+        if (halves > 0)
+            scratch =
+                common::larger(scratch, common::smaller(std::bit_ceil(halves), options_.prompt_scratch));
     }
     const std::size_t slot_bytes =
         common::round_up(lists * static_cast<std::size_t>(new_tokens) * sizeof(long long), std::size_t{256});

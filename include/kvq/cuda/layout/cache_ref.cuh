@@ -436,7 +436,7 @@ status check_transform([[maybe_unused]] const cache_ref<Pair>& c) noexcept {
     return {};
 }
 
-/// Strides of rows: multiples of 16 bytes, and tokens do not share bytes.
+/// Strides of rows: multiples of 16 bytes, and no two rows share bytes.
 template <tensor Role, class Pair>
 status check_rows(const cache_ref<Pair>& c) noexcept {
     constexpr auto l = scheme_of<Role, Pair>::fixed_layout();
@@ -444,13 +444,18 @@ status check_rows(const cache_ref<Pair>& c) noexcept {
     constexpr auto bytes = static_cast<std::size_t>(l.row_bytes(dim));
     const char* const name = Role == tensor::key ? "keys" : "values";
     const row_memory& m = c.template row_memory_of<Role>();
-    if ((m.token_bytes | m.head_bytes) % 16 != 0 || (m.token_bytes < bytes && Pair::page_tokens > 1) ||
-        (m.head_bytes < bytes && c.kv_heads > 1))
+    constexpr auto tokens = static_cast<std::size_t>(Pair::page_tokens);
+    const auto heads = static_cast<std::size_t>(c.kv_heads);
+    if ((m.token_bytes | m.head_bytes) % 16 != 0 || (m.token_bytes < bytes && tokens > 1) ||
+        (m.head_bytes < bytes && heads > 1))
         return bad_value(
             "rows of %s have %zu bytes, but tokens are %zu bytes apart and heads %zu; both must be "
             "multiples of 16",
             name, bytes, m.token_bytes, m.head_bytes);
-    constexpr auto tokens = static_cast<std::size_t>(Pair::page_tokens);
+    if (tokens > 1 && heads > 1 && (heads - 1) * m.head_bytes + bytes > m.token_bytes &&
+        (tokens - 1) * m.token_bytes + bytes > m.head_bytes)
+        return bad_value("%zu tokens of %s that are %zu bytes apart and %zu heads %zu share bytes", tokens,
+                         name, m.token_bytes, heads, m.head_bytes);
     if (m.token_bytes > 0x7fffffffu / tokens || m.scale_token_bytes > 0x7fffffffu / tokens)
         return bad_value("%zu tokens of %s that are %zu bytes apart are more than 2 GB a page", tokens, name,
                          kvq::detail::larger(m.token_bytes, m.scale_token_bytes));
@@ -465,6 +470,10 @@ status check_rows(const cache_ref<Pair>& c) noexcept {
             "scales of %s are %zu, %zu and %zu bytes from page, token and head to the next, not "
             "multiples of 4 from one",
             name, m.scale_page_bytes, m.scale_token_bytes, m.scale_head_bytes);
+    constexpr auto own = static_cast<std::size_t>(scales);
+    if ((m.scale_token_bytes < own && tokens > 1) || (m.scale_head_bytes < own && heads > 1))
+        return bad_value("%s have %d bytes of scales a row, but tokens are %zu bytes apart and heads %zu",
+                         name, scales, m.scale_token_bytes, m.scale_head_bytes);
     return {};
 }
 

@@ -12,8 +12,9 @@
 // against double on dequantized values, on normal data: 3e-4 (fp16) to 8e-4 (low2); a score of products p_c
 // moves by about 2^-11 sqrt(sum p_c^2 / 6), which shows where one key outweighs all others. A row whose q
 // holds NaN is NaN. Memory besides arguments: none; with options.scratch every page is dequantized once, in a
-// launch of its own, and outputs have the same bits (prefill_ready.cuh). sm_90a, 64, 128, 256 or 512
-// channels, no transforms: prefill_wgmma.cuh; everything else from 8.0 on: prefill_mma.cuh.
+// launch of its own (prefill_ready.cuh), and outputs have the same bits, but for keys of several widths with
+// 256 or 512 channels. sm_90a, 64, 128, 256 or 512 channels, no transforms: prefill_wgmma.cuh; everything
+// else from 8.0 on, and those keys without scratch memory: prefill_mma.cuh.
 #pragma once
 
 #include <cmath>
@@ -217,6 +218,9 @@ status prefill_mix(const mixed_cache_ref<Parts...>& history, const token_view<co
     if (!(options.softcap >= 0.0f) || options.window < 0 || !(options.scale >= 0.0f))
         return bad_value("scale %g, softcap %g, window %d", static_cast<double>(options.scale),
                          static_cast<double>(options.softcap), options.window);
+    if (reinterpret_cast<std::uintptr_t>(options.scratch.memory) % 16 != 0 || options.scratch.tokens < 0)
+        return bad_value("scratch memory at %p, not on a multiple of 16, or of sequences with %d tokens",
+                         options.scratch.memory, options.scratch.tokens);
     if (cache.sequences == 0 || most_new_tokens == 0) return {};
     const page_cuts& cache_cuts = get<0>(history.parts).cuts;
     int sinks = 0;
