@@ -145,6 +145,7 @@ struct both_options {
         draft_tokens = 24;
     int pool_tokens = 0, pool_sequences = 0, cut_pages = 64, listed_tokens = 0, resident_tokens = 0;
     bool growing = true;
+    std::size_t prompt_scratch = 0;
     std::vector<kvq::layer> list = {};  // empty: equal layers
     bool rotates = true;                // keys may move
     key_statistics statistics = key_statistics::off;
@@ -208,6 +209,7 @@ struct both_caches {
         g.pool_tokens = o.pool_tokens;
         g.pool_sequences = o.pool_sequences;
         g.growing = o.growing;
+        g.prompt_scratch = o.prompt_scratch;
         g.cut_pages = o.cut_pages;
         g.listed_tokens = o.listed_tokens;
         g.resident_tokens = o.resident_tokens;
@@ -3164,7 +3166,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
         "37 sinks, rollback 100", long_run / 2, 10);
 #elif PART == 3
     if (argc > 1) long_run = std::atoi(argv[1]);
-    history({.draft_tokens = 16}, 10, "rows of tokens").run(long_run);
+    history({.draft_tokens = 16, .prompt_scratch = 1 << 20}, 10, "rows of tokens").run(long_run);
 #elif PART == 2
     if (argc > 1) long_run = std::atoi(argv[1]);
     check_rotations();
