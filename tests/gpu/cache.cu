@@ -150,7 +150,6 @@ struct both_options {
     bool rotates = true;                // keys may move
     key_statistics statistics = key_statistics::off;
     int statistics_tokens = 512;
-    std::size_t prompt_scratch = 0;
 };
 constexpr std::size_t some_scratch = std::size_t{8} << 20;  // for a layer's pages as half floats
 
@@ -219,7 +218,6 @@ struct both_caches {
         g.rotary = rotations(o);
         g.statistics = o.statistics;
         g.statistics_tokens = o.statistics_tokens;
-        g.prompt_scratch = o.prompt_scratch;
         g.memory = test::counted_memory::allocator();
         cuda::status s = o.list.empty() ? gpu.open(cpu.shape(), g, std::span(&format, 1), stream)
                                         : gpu.open(o.list, g, std::span(&format, 1), stream);

@@ -167,8 +167,10 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
     // Tiles that are dequantized in front.
     const int most = *std::max_element(c.lengths.begin(), c.lengths.end()),
               most_new = *std::max_element(c.new_tokens.begin(), c.new_tokens.end());
-    const std::size_t all =
-        cuda::prefill_scratch_bytes<T>(mixed([](auto ref) { return ref; }), most, most_new);
+    const auto whole = mixed([](auto ref) { return ref; });
+    const std::size_t all = cuda::prefill_scratch_bytes<T>(whole, most, most_new);
+    const auto choice = cuda::prefill_kernel<std::remove_const_t<decltype(whole)>, T>();
+    CHECK(all > 0 || std::strcmp(choice.kernel, "prefill_wgmma_kernel") != 0, "%s: no scratch memory", name);
     const test::device_buffer<std::byte> memory(c.half_scratch ? all / 2 + 1024 : all);
     const cuda::prefill_scratch in_memory{memory.get(), memory.size(), most};
     scratch = in_memory;
