@@ -145,11 +145,11 @@ struct both_options {
         draft_tokens = 24;
     int pool_tokens = 0, pool_sequences = 0, cut_pages = 64, listed_tokens = 0, resident_tokens = 0;
     bool growing = true;
-    std::size_t prompt_scratch = 0;
     std::vector<kvq::layer> list = {};  // empty: equal layers
     bool rotates = true;                // keys may move
     key_statistics statistics = key_statistics::off;
     int statistics_tokens = 512;
+    std::size_t prompt_scratch = 0;
 };
 constexpr std::size_t some_scratch = std::size_t{8} << 20;  // for a layer's pages as half floats
 
