@@ -1992,7 +1992,7 @@ void bad_input() {
     kvq_cuda_format_entry e;
     KVQ_INIT(e);
     OK(kvq_cuda_format_count(&n));
-    CHECK(n == 6, "%d entries", n);
+    CHECK(n == 7, "%d entries", n);
     OK(kvq_cuda_format_list(0, &e));
     CHECK(std::strcmp(e.formats, "kivi-4-g64,int8") == 0 && e.head_dim == 64 && e.page_tokens == 64 &&
               e.window == KVQ_FP16 && e.alibi == 0,
@@ -2002,11 +2002,13 @@ void bad_input() {
     OK(kvq_cuda_format_list(2, &e));
     CHECK(std::strcmp(e.formats, "int8/kivi-4-g64") == 0 && e.alibi == 1, "entry %s", e.formats);
     OK(kvq_cuda_format_list(4, &e));
+    CHECK(std::strcmp(e.formats, "fp8") == 0, "entry %s", e.formats);
+    OK(kvq_cuda_format_list(5, &e));
     CHECK(std::strcmp(e.formats, "kivi-4-g32-fp16x16,int8-fp16x16") == 0 && e.head_dim == 80, "entry %s",
           e.formats);
-    OK(kvq_cuda_format_list(5, &e));
+    OK(kvq_cuda_format_list(6, &e));
     CHECK(std::strcmp(e.formats, "int8") == 0 && e.head_dim == 64, "entry %s of an index", e.formats);
-    REFUSED(kvq_cuda_format_list(6, &e), KVQ_ERROR_ARGUMENT, "not among 6");
+    REFUSED(kvq_cuda_format_list(7, &e), KVQ_ERROR_ARGUMENT, "not among 7");
     const auto* const found = kvq::cuda::find_device_format("int8", 64, 64);
     CHECK(found != nullptr && found->kinds.size() == 2, "int8 is in the entry with kivi-4-g64");
     for (const char* name : {"int8/kivi-4-g64", "kivi-4-g64/int8", "std4", "int8/", "/int8", ""})
