@@ -470,10 +470,12 @@ status check_rows(const cache_ref<Pair>& c) noexcept {
             "scales of %s are %zu, %zu and %zu bytes from page, token and head to the next, not "
             "multiples of 4 from one",
             name, m.scale_page_bytes, m.scale_token_bytes, m.scale_head_bytes);
-    constexpr auto own = static_cast<std::size_t>(scales);
-    if ((m.scale_token_bytes < own && tokens > 1) || (m.scale_head_bytes < own && heads > 1))
-        return bad_value("%s have %d bytes of scales a row, but tokens are %zu bytes apart and heads %zu",
-                         name, scales, m.scale_token_bytes, m.scale_head_bytes);
+    if constexpr (scales > 0) {
+        constexpr auto own = static_cast<std::size_t>(scales);
+        if ((m.scale_token_bytes < own && tokens > 1) || (m.scale_head_bytes < own && heads > 1))
+            return bad_value("%s have %d bytes of scales a row, but tokens are %zu bytes apart and heads %zu",
+                             name, scales, m.scale_token_bytes, m.scale_head_bytes);
+    }
     return {};
 }
 
