@@ -29,11 +29,11 @@ using namespace kvq;
 #ifndef HEAD_DIM
 #define HEAD_DIM 128
 #endif
-constexpr int heads = 8, q_heads = 32, dim = HEAD_DIM, page_tokens = 64, sinks = 4, recent = 128;
+constexpr int heads = 8, q_heads = 32, dim = HEAD_DIM, usual_page = 64, sinks = 4, recent = 128;
 
 /// Rows of tokens in the bytes of other systems.
-template <int Layout>
-using row_pair = cuda::block_pair<rows_of<Layout>, rows_of<Layout>, dim, page_tokens>;
+template <int Layout, int PageTokens = usual_page>
+using row_pair = cuda::block_pair<rows_of<Layout>, rows_of<Layout>, dim, PageTokens>;
 
 float16* random_numbers(std::size_t n) {
     float16* numbers = nullptr;
@@ -44,6 +44,7 @@ float16* random_numbers(std::size_t n) {
 
 template <class Format>
 struct pages_of {
+    static constexpr int page_tokens = Format::page_tokens;
     std::byte* memory = nullptr;
     int* table = nullptr;
     std::uint16_t* plans = nullptr;
@@ -80,6 +81,10 @@ struct pages_of {
         ref.sequences = 1;
         ref.table_columns = columns;
         ref.first_token = first_token;
+        if constexpr (cuda::detail::is_strided<Format>) {  // [token][head], as vLLM has them
+            constexpr std::size_t row = Format::key_block_bytes / page_tokens;
+            ref.own_keys.memory = ref.own_values.memory = {row * heads, row};
+        }
         if constexpr (full_precision<typename Format::keys>) {
             bench::fill_normal(memory, (key_page + value_page) * static_cast<std::size_t>(columns), 3);
         } else {
@@ -152,6 +157,7 @@ __global__ void to_floats(const float16* from, float* to, std::size_t n) {
 
 template <class Format>
 void rows(const char* name, bool json, bool quick, const char* baseline) {
+    constexpr int page_tokens = Format::page_tokens;
     using window_format = cuda::block_pair<full<float16>, full<float16>, dim, page_tokens>;
     using sink_format = cuda::block_pair<full<float16>, full<float16>, dim, 16>;
     for (const int context : {32768, 131072})
@@ -296,24 +302,26 @@ int main(int argc, char** argv) {
         if (std::strcmp(argv[i], "--baseline") == 0 && i + 1 < argc) baseline = argv[++i];
     }
 #if PART == 0
-    rows<cuda::block_pair<full<float16>, full<float16>, dim, page_tokens>>("fp16", json, quick, baseline);
+    rows<cuda::block_pair<full<float16>, full<float16>, dim, usual_page>>("fp16", json, quick, baseline);
 #elif PART == 1
-    rows<cuda::block_pair<int8, int8, dim, page_tokens>>("int8", json, quick, baseline);
+    rows<cuda::block_pair<int8, int8, dim, usual_page>>("int8", json, quick, baseline);
 #elif PART == 2
-    rows<cuda::kivi_pair<4, 64, dim, page_tokens>>("kivi-4-g64", json, quick, baseline);
+    rows<cuda::kivi_pair<4, 64, dim, usual_page>>("kivi-4-g64", json, quick, baseline);
 #elif PART == 3
-    rows<cuda::preset_pair<std4, dim, page_tokens>>("std4", json, quick, baseline);
+    rows<cuda::preset_pair<std4, dim, usual_page>>("std4", json, quick, baseline);
 #elif PART == 4
     for (const char* const name : {"mix4", "mix4-plan"})
-        rows<cuda::preset_pair<mix4, dim, page_tokens>>(name, json, quick, baseline);
+        rows<cuda::preset_pair<mix4, dim, usual_page>>(name, json, quick, baseline);
 #elif PART == 5
     for (const char* const name : {"low2", "low2-plan"})
-        rows<cuda::preset_pair<low2, dim, page_tokens>>(name, json, quick, baseline);
+        rows<cuda::preset_pair<low2, dim, usual_page>>(name, json, quick, baseline);
 #elif PART == 6
-    rows<row_pair<row_layout_number("fp8")>>("fp8", json, quick, baseline);
+    constexpr int fp8 = row_layout_number("fp8");
+    rows<row_pair<fp8>>("fp8", json, quick, baseline);
+    rows<cuda::strided_rows<row_pair<fp8, 16>>>("fp8 NHD, 16", json, quick, baseline);
 #elif PART == 7
     rows<row_pair<row_layout_number("nvfp4")>>("nvfp4", json, quick, baseline);
 #else
-    rows<cuda::plane_pair<cuda::preset_pair<nested4, dim, page_tokens>>>("nested8", json, quick, baseline);
+    rows<cuda::plane_pair<cuda::preset_pair<nested4, dim, usual_page>>>("nested8", json, quick, baseline);
 #endif
 }

@@ -151,6 +151,19 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
         CUDA_OK(cudaDeviceSynchronize());
         CHECK(status, "%s: %s", name, status.message);
     };
+    // Tiles that are dequantized in front.
+    const int most = *std::max_element(c.lengths.begin(), c.lengths.end()),
+              most_new = *std::max_element(c.new_tokens.begin(), c.new_tokens.end());
+    const auto whole = mixed([](auto ref) { return ref; });
+    const std::size_t all = cuda::prefill_scratch_bytes<T>(whole, most, most_new);
+    const auto choice = cuda::prefill_kernel<std::remove_const_t<decltype(whole)>, T>();
+    CHECK(all > 0 || std::strcmp(choice.kernel, "prefill_wgmma_kernel") != 0, "%s: no scratch memory", name);
+    const test::device_buffer<std::byte> memory(c.half_scratch ? all / 2 + 1024 : all);
+    const cuda::prefill_scratch in_memory{memory.get(), memory.size(), most};
+    // Strided rows have other kernels, so other bits, without it.
+    const cuda::prefill_scratch usual =
+        cuda::detail::is_strided<Quantized> ? in_memory : cuda::prefill_scratch{};
+    scratch = usual;
     run(0, sequences, out.get(), lse.get());
     const std::vector<T> got = out.download();
     test::device_buffer<T> again(q.size());
@@ -164,15 +177,6 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
         run(0, sequences, again.get(), nullptr);
         check_again("on another run");
     }
-    // Tiles that are dequantized in front.
-    const int most = *std::max_element(c.lengths.begin(), c.lengths.end()),
-              most_new = *std::max_element(c.new_tokens.begin(), c.new_tokens.end());
-    const auto whole = mixed([](auto ref) { return ref; });
-    const std::size_t all = cuda::prefill_scratch_bytes<T>(whole, most, most_new);
-    const auto choice = cuda::prefill_kernel<std::remove_const_t<decltype(whole)>, T>();
-    CHECK(all > 0 || std::strcmp(choice.kernel, "prefill_wgmma_kernel") != 0, "%s: no scratch memory", name);
-    const test::device_buffer<std::byte> memory(c.half_scratch ? all / 2 + 1024 : all);
-    const cuda::prefill_scratch in_memory{memory.get(), memory.size(), most};
     scratch = in_memory;
     again.poison();
     run(0, sequences, again.get(), lse.get());
@@ -184,7 +188,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
         CHECK(!status && std::strstr(status.message, "scratch memory at") != nullptr, "%s: %s", name,
               status.message);
     }
-    scratch = {};
+    scratch = usual;
     if (sequences > 1) {
         again.poison();
         for (std::size_t b = 0; b < sequences; ++b) run(b, 1, again.get(), nullptr);
@@ -455,6 +459,8 @@ template <int... Bits>
 using widths = mixed_affine<code_widths<Bits...>, average_eighths<28>, per_channel<>>;
 static_assert(refused<rows<q8_0, fp8, 128, 64>>("the scheme alone reads its bytes"));
 static_assert(refused<rows<fp8, fp8, 384, 64>>("head_dim is not a multiple of 32 up to 256, or 512"));
+static_assert(
+    refused<cuda::strided_rows<rows<fp8, fp8, 128, 1>>>("pages have neither 16 tokens nor a multiple of 32"));
 static_assert(refused<cuda::kivi_pair<4, 64, 384, 64>>("head_dim is not a multiple of 32 up to 256, or 512"));
 static_assert(
     refused<cuda::block_pair<int8, int8, 80, 64>>("head_dim is not a multiple of 32 up to 256, or 512"));
@@ -575,6 +581,9 @@ int main() {
     check_format<rows<mxfp4, mxfp8, 64, 16>, float16>("mxfp4, mxfp8, head_dim 64, page 16", few);
     check_format<rows<mxfp8, fp8_e5m2, 96, 96>, float16>("mxfp8, fp8-e5m2, head_dim 96, page 96", few);
     check_format<rows<nvfp4, fp8, 256, 64>, float16>("nvfp4, fp8, head_dim 256", few);
+    check_format<cuda::strided_rows<rows<nvfp4, fp8, 128, 16>>, float16>("nvfp4, fp8, NHD with gaps", few);
+    check_format<cuda::strided_rows<rows<fp8, mxfp8, 128, 32>>, bfloat16, rows<fp8, fp8, 128, 32>>(
+        "fp8, mxfp8, NHD, beside fp8", few);
 #ifdef __CUDACC__
     check_format<rows<fp8, mxfp4, 512, 64>, bfloat16>("fp8, mxfp4, head_dim 512", few);
 #endif

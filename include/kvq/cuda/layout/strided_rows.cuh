@@ -9,8 +9,8 @@
 //   cache.own_keys.memory = {.token_bytes = 8 * 128, .head_bytes = 128};
 //
 // Contract: rows of a multiple of 16 bytes, and strides of rows that are, are read by the kernels of warps;
-// prompts have no kernels. Scales that lie beside the rows have a tensor of their own. Other engines' block
-// tables are page numbers as they are.
+// prompts take them where they take the format's own pages. Scales that lie beside the rows have a tensor of
+// their own. Other engines' block tables are page numbers as they are.
 #pragma once
 
 #include <cstddef>

@@ -58,10 +58,18 @@ inline constexpr bool turns_queries<prefill_args<T, Parts...>> = (pair_turns<typ
                                                                   ...);
 template <class Score, class Args>
 inline constexpr bool turns_queries<scored_args<Score, Args>> = turns_queries<Args>;
+/// Are pages another system's? Producers copy whole blocks.
+template <class Args>
+inline constexpr bool has_strides = false;
+template <class T, class... Parts>
+inline constexpr bool has_strides<prefill_args<T, Parts...>> = (is_strided<typename Parts::pair_type> || ...);
+template <class Score, class Args>
+inline constexpr bool has_strides<scored_args<Score, Args>> = has_strides<Args>;
 /// Producers of wide tiles have no registers for plans of widths.
 template <int Dim, class Args>
 inline constexpr bool has_wgmma =
-    !turns_queries<Args> && (Dim == 64 || Dim == 128 || ((Dim == 256 || Dim == 512) && !has_widths<Args>));
+    !turns_queries<Args> && !has_strides<Args> &&
+    (Dim == 64 || Dim == 128 || ((Dim == 256 || Dim == 512) && !has_widths<Args>));
 /// Over tiles in scratch memory.
 template <int Dim, bool Softcap, class Args>
 using ready_launch = wgmma_launch<Dim, Softcap, ready_args<Args>>;

@@ -54,7 +54,6 @@ inline constexpr const char* no_prefill = [] {
     const auto ask = [&]<class Pair>(std::type_identity<Pair>) {
         if (reason == nullptr && has_lower<Pair> && Pair::head_dim > 128)
             reason = "pages have two planes and heads more than 128 channels";
-        if (reason == nullptr && is_strided<Pair>) reason = "pages are another system's (strided_rows)";
         if (reason == nullptr && Pair::head_dim != Pair::value_dim)
             reason = "keys and values differ in head_dim";
         if (reason == nullptr && Pair::head_dim > 256 && pair_turns<Pair>)

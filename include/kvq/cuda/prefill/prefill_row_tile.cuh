@@ -108,14 +108,27 @@ protected:
         __device__ __forceinline__ void load(const Source& source, const tile_tokens& tile,
                                              const piece& own) {
             if (!source.any(tile)) return;
-            const auto block = source.block(source.page(tile, own.token), own.token);
-            const int token = (tile.first + own.token) % page,
-                      group = own.channel / kvq::detail::larger(1, S::channels);
-            const auto from =
-                block.from(static_cast<std::size_t>(token * row_bytes + own.channel / (fours ? 2 : 1)));
+            const int number = source.page(tile, own.token), token = (tile.first + own.token) % page;
+            if constexpr (is_strided<Pair>) {
+                const row_memory& m = source.cache->template row_memory_of<Role>();
+                const row_address at = source.cache->template row<Role>(number, source.head, token);
+                load(own, block_in_memory{at.row}, static_cast<int>(m.token_bytes),
+                     block_in_memory{at.scales}, static_cast<int>(m.scale_token_bytes));
+            } else {
+                const auto block = source.block(number, own.token);
+                load(own, block.from(static_cast<std::size_t>(token * row_bytes)), row_bytes,
+                     block.from(static_cast<std::size_t>(scales_at + token * scale_count)), scale_count);
+            }
+        }
+        /// From a token's row, and its scales, on; to_next, to_scales: bytes to those of the next token.
+        template <class Memory>
+        __device__ __forceinline__ void load(const piece& own, const Memory& row, int to_next,
+                                             [[maybe_unused]] const Memory& scales_of_row,
+                                             [[maybe_unused]] int to_scales) {
+            const auto from = row.from(static_cast<std::size_t>(own.channel / (fours ? 2 : 1)));
             if constexpr (!key) {
 #pragma unroll
-                for (int k = 0; k < 8; ++k) word[k] = from.template get < fours ? 2 : 4 > (k * row_bytes);
+                for (int k = 0; k < 8; ++k) word[k] = from.template get < fours ? 2 : 4 > (k * to_next);
             } else if constexpr (fours) {
                 word[0] = from.template get<4>(0);
             } else {
@@ -123,12 +136,12 @@ protected:
                 word[0] = both.x, word[1] = both.y;
             }
             if constexpr (reader::scaled) {
+                const auto of_group = scales_of_row.from(static_cast<std::size_t>(own.channel / S::channels));
 #pragma unroll
                 for (int k = 0; k < scales; ++k) scale[k] = 0;
 #pragma unroll
                 for (int k = 0; k < (key ? 1 : 8); ++k)
-                    scale[k / 4] |= block.template get<1>(scales_at + (token + k) * scale_count + group)
-                                    << 8 * (k % 4);
+                    scale[k / 4] |= of_group.template get<1>(k * to_scales) << 8 * (k % 4);
             }
         }
     };
