@@ -520,13 +520,16 @@ int main() {
     test::rng r(11);
     double worst = 0.0;
     const tilted score{{0.0f, 0.005f, 0.05f, 0.5f}, 3};
-    // Rows of tokens, of which a warp takes two pages.
+    // Rows of tokens, of which a warp takes two pages; of another system, then the same of a cache.
     using rows =
         cuda::block_pair<rows_of<row_layout_number("nvfp4")>, rows_of<row_layout_number("fp8")>, 64, 16>;
     using pages_of_16 = full_pages<float16, 64, 16>;
-    for (const mixed_case& c : batch_draft_and_softcap(16))
-        check_mix<float16, rows, cuda::block_pair<int8, int8, 64, 16>, pages_of_16, pages_of_16>(
-            r, c, "rows in pages of 16", &worst);
+    for (const bool scattered : {false, true})
+        for (mixed_case c : batch_draft_and_softcap(16)) {
+            c.scattered = scattered;
+            check_mix<float16, cuda::strided_rows<rows>, rows, pages_of_16, pages_of_16>(
+                r, c, "strided rows, then rows, in pages of 16", &worst);
+        }
     for (const mixed_case& c : batch_draft_and_softcap(16))
         check_mix<float16, small, small, window, full_pages<float16, 64, 16>>(r, c, "score modifier, kivi4",
                                                                               &worst, score);
