@@ -42,13 +42,14 @@ tier_choice parse_tier(std::string_view text) {
 }  // namespace
 
 live_cache::live_cache(const model_shape& shape, const cache_settings& settings, const live_settings& live)
-    : kvq_cache(shape, live_options(settings, live)),
-      live_(live),
-      names_(std::begin(usual_schemes), std::end(usual_schemes)) {
+    : kvq_cache(shape, live_options(settings, live)), live_(live) {
+    for (const char* const scheme : usual_schemes) {
+        const int number = static_cast<int>(listed_.size());
+        listed_.push_back({scheme, {number, number}});
+    }
     policy_.tiers.push_back({});
     for (const tier_choice& tier : live.tiers) {
-        const int format = format_of(tier.scheme);
-        policy_.tiers.push_back({tier.age, {format, format}});
+        policy_.tiers.push_back({tier.age, formats_of(tier.scheme)});
     }
     if (live.budget != kvq::page_pool::no_budget) {
         // Room for the tokens of one step in every layer, and for the page that is being requantized.
@@ -67,21 +68,25 @@ live_cache::live_cache(const model_shape& shape, const cache_settings& settings,
         policy_.byte_budget = live.budget - reserve;
     }
     if (live.requantize_at > 0) {
-        request_.key = request_.value = format_of(live.requantize_to);
+        const kvq::layer_format to = formats_of(live.requantize_to);
+        request_.key = to.key;
+        request_.value = to.value;
         request_.new_pages = true;
     }
 }
 
-// Its index among the formats of the cache, which lists it if it is new.
-int live_cache::format_of(const std::string& scheme) {
-    const auto found = std::find(names_.begin(), names_.end(), scheme);
-    if (found != names_.end()) {
-        return static_cast<int>(found - names_.begin());
+// Their numbers among the formats of the cache, which lists them if they are new. Schemes may share values.
+kvq::layer_format live_cache::formats_of(const std::string& scheme) {
+    for (const listed_scheme& known : listed_) {
+        if (known.name == scheme) {
+            return known.formats;
+        }
     }
     const kvq::format_pair formats = find_formats(scheme);
-    names_.push_back(scheme);
-    cache_.add_format(kvq::tensor::value, formats.values);
-    return cache_.add_format(kvq::tensor::key, formats.keys);
+    const kvq::layer_format added{cache_.add_format(kvq::tensor::key, formats.keys),
+                                  cache_.add_format(kvq::tensor::value, formats.values)};
+    listed_.push_back({scheme, added});
+    return added;
 }
 
 void live_cache::end_of_step(int tokens, bool prompt_ends) {
@@ -100,14 +105,19 @@ void live_cache::end_of_step(int tokens, bool prompt_ends) {
 
 std::vector<held_scheme> live_cache::held() const {
     std::vector<held_scheme> all;
-    for (const std::string& name : names_) {
-        all.push_back({name, 0, 0});
+    for (const listed_scheme& known : listed_) {
+        all.push_back({known.name, 0, 0});
     }
     for (const kvq::usage_row& row : kvq::usage_rows(sequence_)) {
-        // Format 0 is the window, and so is the first listed one.
-        held_scheme& scheme = all[static_cast<std::size_t>(std::max(0, row.format - 1))];
+        // Format 0 is the window, and so is the first listed one. Shared values are those of the first scheme.
+        const bool keys = row.role == kvq::tensor::key;
+        std::size_t i = 0;
+        while ((keys ? listed_[i].formats.key : listed_[i].formats.value) != std::max(0, row.format - 1)) {
+            ++i;
+        }
+        held_scheme& scheme = all[i];
         scheme.bytes += row.codes + row.parameters + row.bookkeeping;
-        if (row.layer == 0 && row.role == kvq::tensor::key) {
+        if (row.layer == 0 && keys) {
             scheme.tokens += row.tokens;
         }
     }

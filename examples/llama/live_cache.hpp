@@ -31,12 +31,16 @@ public:
     int load(const std::string& path);
 
 private:
-    int format_of(const std::string& scheme);
+    kvq::layer_format formats_of(const std::string& scheme);
     std::string model_name() const;
     void reload();
 
     live_settings live_;
-    std::vector<std::string> names_;  // of the formats that the cache lists, the same for keys and values
+    struct listed_scheme {
+        std::string name;
+        kvq::layer_format formats;  // numbers among those that the cache lists
+    };
+    std::vector<listed_scheme> listed_;
     kvq::step_down_policy policy_;
     kvq::requantize_request request_;
     std::size_t requantized_ = 0;

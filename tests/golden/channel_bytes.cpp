@@ -101,6 +101,7 @@ TEST_CASE("bytes of channel grids, encoders and presets") {
     });
     const auto s = statistics();
     check("mix4 with a plan", kvq::mix4::keys(s));
+    check("mix5 with a plan", kvq::mix5::keys(s));
     check("mix6 with a plan", kvq::mix6::keys(s));
     check("low3 with a plan", kvq::low3::keys(s));
     check("low2 with a plan", kvq::low2::keys(s));

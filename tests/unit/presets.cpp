@@ -2,11 +2,14 @@
 // Comparison family: exact. Presets and their options.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <kvq/estimate/bytes.hpp>
 #include <kvq/kvq.hpp>
 #include <string>
 
+#include "support/caches.hpp"
 #include "support/random.hpp"
+#include "support/saved.hpp"
 #include "support/typed_cache.hpp"
 
 namespace presets_tests {
@@ -29,6 +32,17 @@ constexpr documented table[] = {{"ref8", 8.4375, 8.5},    {"hi6", 6.15625, 6.187
                                 {"low2", 2.21875, 2.25},  {"std4-h", 4.25, 4.3125}, {"hi6-h", 6.25, 6.3125},
                                 {"std5-h", 5.25, 5.3125}, {"low3-h", 3.25, 3.3125}, {"low2-h", 2.25, 2.3125},
                                 {"mix5", 4.84, 4.88},     {"mix6", 5.84, 5.88}};
+
+/// All pages of layer 0, keys and values in turns.
+std::vector<test::held_page> pages_of(const kvq::sequence& sequence) {
+    const auto pages = sequence.pages(0);
+    std::vector<test::held_page> all;
+    for (int e = 0; e < pages.entries(); ++e)
+        for (const kvq::page* const p : {&*pages.at(e).keys, &*pages.at(e).values})
+            all.push_back(
+                {p->format, pages.at(e).first_token, pages.at(e).tokens, {p->data(), p->data() + p->bytes}});
+    return all;
+}
 
 }  // namespace
 
@@ -74,6 +88,48 @@ TEST_CASE("protected layers: the first and last, for any number of layers") {
         }
     CHECK_THROWS_AS(kvq::protect_layers(0, 1), kvq::error);
     CHECK_THROWS_AS(kvq::protect_layers(4, -1), kvq::error);
+}
+
+TEST_CASE("a list that steps down through presets of the same values is that of their different formats") {
+    constexpr kvq::cache_shape shape{.layers = 2, .kv_heads = 2, .head_dim = 32};
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    kvq::cache_options repeated = kvq::preset_options();
+    repeated.page_tokens = 32;
+    const auto list = [&]<class P>(P) {
+        repeated.keys.push_back(test::made<test::usual>(typename P::keys{}));
+        repeated.values.push_back(test::made<test::usual>(typename P::values{}));
+    };
+    list(kvq::mix6{});
+    list(kvq::mix5{});
+    list(kvq::mix4{});
+    kvq::cache_options different = repeated;
+    different.values = {repeated.values[0], repeated.values[1]};
+    const test::stream words(random, shape, 1000 + random.between(0, 100));
+    std::vector<std::vector<test::held_page>> pages;
+    std::vector<std::vector<std::uint32_t>> bits;
+    std::vector<std::size_t> bytes;
+    for (const auto& [options, last] : {std::pair(repeated, 2), std::pair(different, 1)}) {
+        kvq::cache cache(shape, options);
+        auto sequence = cache.new_sequence();
+        for (int layer = 0; layer < shape.layers; ++layer)
+            sequence.append(layer, words.k.view(), words.v.view());
+        const kvq::step_down_policy policy{
+            .tiers = {{.age = 0}, {.age = 300, .format = {1, 1}}, {.age = 600, .format = {2, last}}}};
+        const auto report = kvq::step_down(cache, sequence, policy);
+        CHECK(report.steps.size() == 2);
+        const auto restored = test::restored(cache, test::saved(sequence));
+        CHECK(pages_of(restored) == pages_of(sequence));
+        pages.push_back(pages_of(sequence));
+        bits.push_back(test::attention_bits(cache, sequence));
+        bytes.push_back(cache.pool().bytes_in_use());
+        for (int index = 1; index <= 3; ++index)
+            CHECK(std::ranges::any_of(pages.back(), [&](const auto& p) { return p.format == index; }));
+    }
+    CHECK(pages[0] == pages[1]);
+    CHECK(bits[0] == bits[1]);
+    CHECK(bytes[0] == bytes[1]);
 }
 
 }  // namespace presets_tests

@@ -38,13 +38,7 @@ KVQ_FUNC cache::cache(std::vector<layer> layers, const cache_options& options)
         expect_listed(tensor::value, l.formats.value);
     }
     for (const tensor role : {tensor::key, tensor::value})
-        for (int i = 0; i < table(role).listed(); ++i) {
-            check(role, table(role)[i + 1], i);
-            const int first = table(role).find(table(role)[i + 1]);
-            detail::expect(first == i, detail::name_of(role), " formats ", first, " and ", i, " are both ",
-                           format_text(table(role)[i + 1]), " on ", table(role)[i + 1].backend(),
-                           ": list a format once");
-        }
+        for (int i = 0; i < table(role).listed(); ++i) check(role, table(role)[i + 1], i);
     if (shapes_.distinct().size() > 1)
         for (const int layer : shapes_.distinct()) {
             const std::pair dims(shape(layer).kv_heads, shape(layer).head_dim);

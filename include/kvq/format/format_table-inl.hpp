@@ -15,7 +15,7 @@ KVQ_FUNC format_table::format_table(tensor role, const format& window, const for
 
 KVQ_FUNC int format_table::index_of(int i) const {
     const format& f = (*this)[i + 1];
-    return f.holds_values() && f.functions().value_type == window_type() ? 0 : i + 1;
+    return f.holds_values() && f.functions().value_type == window_type() ? 0 : find(f) + 1;
 }
 
 KVQ_FUNC bool format_table::drops_lower(int from, int to) const noexcept {

@@ -4,7 +4,8 @@
 //   index 0       the window (fp32, fp16 or bf16): sinks, recent tokens, pages not quantized yet
 //   index i + 1   listed format i
 //
-// A listed format that equals the window format needs no quantizing: its pages have index 0.
+// A listed format that equals the window format needs no quantizing: its pages have index 0. Several numbers
+// of a list may be one format, as values of mix5 and mix4 are: its pages have the first one's index.
 #pragma once
 
 #include <string>
