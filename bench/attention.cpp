@@ -23,11 +23,6 @@
 
 #if defined(KVQ_BENCH_GGML)
 #include "ggml_attention.hpp"
-#if defined(KVQ_BENCH_IK_LLAMA)
-#define PEER "ik_llama"
-#else
-#define PEER "ggml"
-#endif
 #endif
 
 namespace {

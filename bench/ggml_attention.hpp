@@ -18,6 +18,12 @@
 #include <stdexcept>
 #include <vector>
 
+#if defined(KVQ_BENCH_IK_LLAMA)
+#define PEER "ik_llama"
+#else
+#define PEER "ggml"
+#endif
+
 namespace bench {
 
 /// How ggml attends, and how the cache lies in memory:
@@ -25,14 +31,15 @@ namespace bench {
 ///   token_major   flash attention, [tokens][kv_heads][head_dim]: llama.cpp's cache
 ///   no_flash      products of matrices, K token-major, V [kv_heads][head_dim][tokens]: llama.cpp's cache
 ///                 without flash attention
-enum class ggml_path { head_major, token_major, no_flash };
+///   latents       flash attention, one kv head whose values are the first value_dim channels of its keys
+enum class ggml_path { head_major, token_major, no_flash, latents };
 
 /// One layer: q is [query tokens, q_heads, head_dim], k and v are [tokens, kv_heads, head_dim], the queries
-/// are the last tokens.
+/// are the last tokens. Latents have no v.
 class ggml_attention {
 public:
     ggml_attention(ggml_path path, ggml_type type, int q_tokens, int q_heads, int kv_heads, int head_dim,
-                   int tokens, int threads)
+                   int tokens, int threads, int value_dim = 0)
         : path_(path),
           kv_heads_(static_cast<std::size_t>(kv_heads)),
           head_dim_(static_cast<std::size_t>(head_dim)),
@@ -60,6 +67,10 @@ public:
             k_ = ggml_new_tensor_3d(c, type, head_dim, tokens, kv_heads);
             v_ = ggml_new_tensor_3d(c, type, head_dim, tokens, kv_heads);
             out_ = ggml_flash_attn_ext(c, by_head(q_), k_, v_, mask_, scale, 0.0f, 0.0f);
+        } else if (path == ggml_path::latents) {
+            k_ = ggml_new_tensor_3d(c, type, head_dim, tokens, 1);
+            v_ = ggml_view_3d(c, k_, value_dim, tokens, 1, k_->nb[1], k_->nb[2], 0);
+            out_ = ggml_flash_attn_ext(c, by_head(q_), k_, v_, mask_, scale, 0.0f, 0.0f);
         } else if (path == ggml_path::token_major) {
             k_ = ggml_new_tensor_3d(c, type, head_dim, kv_heads, tokens);
             v_ = ggml_new_tensor_3d(c, type, head_dim, kv_heads, tokens);
@@ -82,7 +93,7 @@ public:
     void fill(const std::vector<float>& q, std::vector<float>& k, std::vector<float>& v) {
         ggml_backend_tensor_set(q_, q.data(), 0, ggml_nbytes(q_));
         store(k, k_);
-        store(v, v_);
+        if (path_ != ggml_path::latents) store(v, v_);
         if (!mask_) return;
         std::vector<ggml_fp16_t> seen(static_cast<std::size_t>(ggml_nelements(mask_)));
         const std::int64_t tokens = mask_->ne[0], queries = q_->ne[2];
@@ -98,9 +109,11 @@ public:
             throw std::runtime_error("ggml does not compute");
     }
 
-    std::size_t cache_bytes() const { return ggml_nbytes(k_) + ggml_nbytes(v_); }
+    std::size_t cache_bytes() const {
+        return ggml_nbytes(k_) + (path_ == ggml_path::latents ? 0 : ggml_nbytes(v_));
+    }
 
-    /// [query tokens, q_heads, head_dim]
+    /// [query tokens, q_heads, head_dim or value_dim]
     std::vector<float> output() const {
         std::vector<float> out(static_cast<std::size_t>(ggml_nelements(out_)));
         ggml_backend_tensor_get(out_, out.data(), 0, ggml_nbytes(out_));

@@ -2,7 +2,8 @@
 //
 // GMAC/s: multiply-adds of both products (tokens x rows x 1088) per second: on one thread of CPU time, so
 // that other programs disturb it little, on several (--threads) of real time. Rounds take turns; the fastest
-// one of each format counts.
+// one of each format counts. off: relative difference of outputs from those of bf16. Where CMake finds ggml, or
+// ik_llama.cpp (docs/lab/cpu.md), its flash attention runs on the same latents.
 //
 //   scripts/bench latent --tokens 131072 --heads 16 --rounds 3 --listed 2048
 //     also over so many tokens that are chosen at random for each query (kvq::listed_tokens), and what an
@@ -27,6 +28,10 @@
 
 #include "support.hpp"
 
+#if defined(KVQ_BENCH_GGML)
+#include "ggml_attention.hpp"
+#endif
+
 namespace {
 
 constexpr int latent = 512, rotary = 64, channels = latent + rotary;
@@ -35,7 +40,7 @@ struct row {
     kvq::cache cache;
     kvq::sequence sequence;
     std::string name;
-    double seconds = 1e30, listed_seconds = 1e30;
+    double seconds = 1e30, listed_seconds = 1e30, off = 0.0;
 
     row(const kvq::format& keys, const kvq::format& window, const std::vector<float>& latents)
         : cache({kvq::latent_attention(latent, rotary)}, {.keys = keys, .window = window}),
@@ -123,6 +128,15 @@ void print_errors(int tokens) {
         }
 }
 
+double difference(const std::vector<float>& x, const std::vector<float>& y) {
+    double off = 0.0, size = 0.0;
+    for (std::size_t i = 0; i < x.size(); ++i) {
+        off += std::pow(static_cast<double>(x[i]) - static_cast<double>(y[i]), 2);
+        size += std::pow(static_cast<double>(y[i]), 2);
+    }
+    return std::sqrt(off / size);
+}
+
 double cpu_seconds() { return static_cast<double>(std::clock()) / CLOCKS_PER_SEC; }
 double real_seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -141,6 +155,8 @@ int main(int argc, char** argv) {
     bool errors = false;
     app.add_flag("--errors", errors, "errors of formats of the rotary channels");
     app.add_option("--threads", threads)->check(CLI::Range(1, 1024));
+    std::vector<std::string> only;
+    app.add_option("--keys", only, "besides bf16 only keys whose names contain one of these")->delimiter(',');
     CLI11_PARSE(app, argc, argv);
     if (errors) {
         print_errors(tokens);
@@ -155,24 +171,49 @@ int main(int argc, char** argv) {
     std::vector<float> out(queries * latent);
     const kvq::format bf16 = kvq::make_format<kvq::full<kvq::bfloat16>>(),
                       fp16 = kvq::make_format<kvq::full<kvq::float16>>();
+    const auto wanted = [&](const std::string& name) {
+        return only.empty() || std::any_of(only.begin(), only.end(), [&](const std::string& part) {
+                   return name.find(part) != std::string::npos;
+               });
+    };
     std::deque<row> rows;
-    rows.emplace_back(bf16, bf16, latents);
-    rows.emplace_back(fp16, fp16, latents);
+    const auto add = [&](const kvq::format& keys, const kvq::format& window, const char* words = "") {
+        const std::string name = std::string(keys.name()) + words;
+        if (rows.empty() || wanted(name)) rows.emplace_back(keys, window, latents).name = name;
+    };
+    add(bf16, bf16);
+    add(fp16, fp16);
     using four_bits = kvq::affine<4, kvq::per_channel<128>>;
     for (const kvq::format& f : {kvq::make_format<kvq::int8>(), kvq::make_format<four_bits>(),
                                  kvq::make_format<kvq::std4::keys>(), kvq::make_format<kvq::std4_h::keys>()})
-        rows.emplace_back(kvq::with_fp16_channels(f, rotary), fp16, latents);
-    rows.emplace_back(kvq::with_last_channels(kvq::make_format<kvq::std4::keys>(),
-                                              kvq::make_format<kvq::ref8::keys>(), rotary),
-                      fp16, latents);
+        add(kvq::with_fp16_channels(f, rotary), fp16);
+    add(kvq::with_last_channels(kvq::make_format<kvq::std4::keys>(), kvq::make_format<kvq::ref8::keys>(),
+                                rotary),
+        fp16);
     // Queries and weights of one byte; of bfloat16, where the CPU multiplies tiles of it.
     using short_queries = kvq::simd<kvq::arch::best, kvq::query_bytes<1>>;
     const kvq::format bf16_short = kvq::make_format<kvq::full<kvq::bfloat16>, short_queries>();
-    rows.emplace_back(bf16_short, bf16_short, latents);
-    rows.back().name += "/1";
-    rows.emplace_back(kvq::with_fp16_channels(kvq::make_format<four_bits, short_queries>(), rotary),
-                      kvq::make_format<kvq::full<kvq::float16>, short_queries>(), latents);
-    rows.back().name += "/1";
+    add(bf16_short, bf16_short, "/1");
+    add(kvq::with_fp16_channels(kvq::make_format<four_bits, short_queries>(), rotary),
+        kvq::make_format<kvq::full<kvq::float16>, short_queries>(), "/1");
+#if defined(KVQ_BENCH_GGML)
+    struct peer {
+        std::string name;
+        bench::ggml_attention attention;
+        double seconds = 1e30;
+    };
+    std::deque<peer> peers;
+    for (const auto& [name, type] :
+         {std::pair(PEER " f16", GGML_TYPE_F16), std::pair(PEER " bf16", GGML_TYPE_BF16),
+          std::pair(PEER " q8_0", GGML_TYPE_Q8_0), std::pair(PEER " q4_0", GGML_TYPE_Q4_0)}) {
+        if (!wanted(name)) continue;
+        auto k = latents, none = std::vector<float>();
+        peers.push_back(
+            {name,
+             {bench::ggml_path::latents, type, query_tokens, heads, 1, channels, tokens, threads, latent}});
+        peers.back().attention.fill(q, k, none);
+    }
+#endif
     std::mt19937 random(3);
     std::vector<std::int32_t> list;
     for (int i = 0; i < listed * query_tokens; ++i)
@@ -185,17 +226,35 @@ int main(int argc, char** argv) {
                           kvq::token_view(out.data(), query_tokens, heads, latent), mods, pool, space);
         fastest = std::min(fastest, seconds() - start);
     };
-    for (int round = 0; round < rounds; ++round)
+    std::vector<float> exact;
+    for (int round = 0; round < rounds; ++round) {
         for (row& r : rows) {
             attend(r, kvq::causal{}, r.seconds);
+            if (exact.empty()) exact = out;
+            if (round == 0) r.off = difference(out, exact);
             if (listed > 0) attend(r, given, r.listed_seconds);
         }
-    std::printf("%d tokens, %d heads, %d query tokens, %d threads\n%-44s %12s %10s %8s %8s\n", tokens, heads,
-                query_tokens, threads, "keys", "bytes/token", "ms", "GMAC/s", "x bf16");
-    for (const row& r : rows)
-        std::printf("%-44s %12.1f %10.2f %8.1f %8.2f\n", r.name.c_str(), r.bytes(), 1e3 * r.seconds,
-                    1e-9 * tokens * static_cast<double>(queries) * (channels + latent) / r.seconds,
-                    rows[0].seconds / r.seconds);
+#if defined(KVQ_BENCH_GGML)
+        for (peer& p : peers) {
+            const double start = seconds();
+            p.attention.run();
+            p.seconds = std::min(p.seconds, seconds() - start);
+        }
+#endif
+    }
+    std::printf("%d tokens, %d heads, %d query tokens, %d threads\n%-44s %12s %10s %8s %8s %8s\n", tokens,
+                heads, query_tokens, threads, "keys", "bytes/token", "ms", "GMAC/s", "x bf16", "off");
+    const auto print = [&](const std::string& name, double bytes, double time, double off) {
+        std::printf("%-44s %12.1f %10.2f %8.1f %8.2f %8.2g\n", name.c_str(), bytes, 1e3 * time,
+                    1e-9 * tokens * static_cast<double>(queries) * (channels + latent) / time,
+                    rows[0].seconds / time, off);
+    };
+    for (const row& r : rows) print(r.name, r.bytes(), r.seconds, r.off);
+#if defined(KVQ_BENCH_GGML)
+    for (const peer& p : peers)
+        print(p.name, static_cast<double>(p.attention.cache_bytes()) / tokens, p.seconds,
+              difference(p.attention.output(), exact));
+#endif
     if (listed == 0) return 0;
     std::printf("\n%-44s %12s %10s\n", ("lists of " + std::to_string(listed)).c_str(), "ms", "x dense");
     for (const row& r : rows)
