@@ -512,8 +512,8 @@ typedef struct kvq_cuda_pages {
     int32_t layer;  // of the model, counted from 1: formats with a transform (std4-h) need it; or 0
     /// Of the tensor, by which numbers were divided (vLLM's k_scale, v_scale): fp8, nvfp4; 0: 1.
     float key_scale, value_scale;
-    /// Of kvq_cuda_pages_convert, fp8 and fp8-e5m2: bytes from one token, and from one head, of a page to the
-    /// next, as vLLM's NHD has them; 0: one head after the other.
+    /// Of fp8 and fp8-e5m2: bytes from one token, and from one head, of a page to the next, as vLLM's NHD has
+    /// them; 0: one head after the other. Not of pages of a list (kvq_cuda_pages_requantize).
     size_t token_stride, head_stride;
 } kvq_cuda_pages;
 

@@ -19,11 +19,15 @@ using of_index = cuda::index_pair<KVQ_HEAD_DIM, KVQ_PAGE_TOKENS, KVQ_INDEX_KEYS>
 #endif
 }
 
-#ifndef KVQ_SCORE
-#define KVQ_SCORE cuda::unmodified
-#endif
+#ifdef KVQ_SCORE
 void KVQ_ENTRY(device_formats& list) {
     list.push_back(cuda::make_scored_format<KVQ_SCORE, KVQ_TYPE, KVQ_FORMATS>());
 }
+#else
+void KVQ_ENTRY(device_formats& list) {
+    list.push_back(cuda::make_device_format<KVQ_TYPE, KVQ_FORMATS>());
+    cuda::add_strides<KVQ_TYPE, KVQ_FORMATS>(list.back());
+}
+#endif
 
 }  // namespace kvq::c

@@ -1,7 +1,7 @@
 // The formats that kvq::library has for its caches on the device. Every entry adds its own (format.cu).
 #pragma once
 
-#include <kvq/cuda/host/make_device_format.cuh>
+#include <kvq/cuda/host/make_strided_format.cuh>
 #include <vector>
 
 namespace kvq::c {

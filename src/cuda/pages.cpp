@@ -89,7 +89,26 @@ void set_scales(const cuda::device_format& kernels, const kvq_cuda_pages& p, int
 void expect_dense(const kvq_cuda_pages& p, const char* name) {
     expect(p.token_stride == 0 && p.head_stride == 0, KVQ_ERROR_UNSUPPORTED, name, " has tokens ",
            p.token_stride, " and heads ", p.head_stride,
-           " bytes apart: kvq_cuda_pages_convert alone takes strides");
+           " bytes apart: kvq_cuda_pages_convert requantizes pages with strides");
+}
+
+/// Sets the strides of pages that lie as another system has them.
+void set_strides(const kvq_cuda_pages& p, cuda::detail::layer_view::part& to, const char* name) {
+    expect(p.token_stride != 0 || p.head_stride == 0, KVQ_ERROR_ARGUMENT, name, " has heads ", p.head_stride,
+           " bytes apart, but no stride of tokens");
+    to.token_bytes = p.token_stride;
+    to.head_bytes = p.head_stride;
+}
+/// The kernels of a call over these parts that read strides; null: no part has any.
+const cuda::detail::strided_functions* strided_of(const cuda::device_format& kernels,
+                                                  const cuda::detail::layer_view& l) {
+    for (const auto& part : l.quantized) {
+        if (part.token_bytes == 0) continue;
+        expect(kernels.strided != nullptr, KVQ_ERROR_ARGUMENT, "pages have tokens ", part.token_bytes,
+               " bytes apart, but none of the formats of these kernels has rows of tokens (fp8, fp8-e5m2)");
+        return kernels.strided;
+    }
+    return nullptr;
 }
 
 /// Pages on one side of a conversion.
@@ -117,8 +136,7 @@ cuda::detail::layer_view side_of_conversion(const cuda::device_format& kernels, 
         cuda::detail::layer_view::part& p = l.quantized[number];
         p.pages = l.window;
         p.table = part.table;
-        p.token_bytes = part.pages.token_stride;
-        p.head_bytes = part.pages.head_stride;
+        set_strides(part.pages, p, name);
         set_scales(kernels, part.pages, number, p, name);
     }
     return l;
@@ -183,7 +201,7 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
         v.quantized[number] = {memory_of(kernels, part.pages, number, l.kv_heads, "a part"), part.table,
                                part.table, part.first_page,
                                part.end_page != nullptr ? part.end_page : l.committed};
-        expect_dense(part.pages, "a part");
+        set_strides(part.pages, v.quantized[number], "a part");
         set_scales(kernels, part.pages, number, v.quantized[number], "a part");
     }
     return v;
@@ -236,7 +254,10 @@ kvq_status kvq_cuda_kernels_workspace_bytes(const kvq_cuda_kernels* kernels, int
         expect_heads(kv_heads);
         expect(q_heads >= kv_heads && q_heads % kv_heads == 0 && query_tokens >= 1, KVQ_ERROR_ARGUMENT,
                q_heads, " query heads on ", kv_heads, " kv heads, ", query_tokens, " query tokens");
-        place(bytes, "bytes") = of.functions->workspace_bytes(1, q_heads / kv_heads, query_tokens);
+        const int group = q_heads / kv_heads;
+        std::size_t most = of.functions->workspace_bytes(1, group, query_tokens);
+        if (of.strided != nullptr) most = std::max(most, of.strided->workspace_bytes(1, group, query_tokens));
+        place(bytes, "bytes") = most;
     });
 }
 
@@ -316,13 +337,15 @@ kvq_status kvq_cuda_pages_dequantize(const kvq_cuda_kernels* kernels, int32_t kv
         kvq::cuda::detail::layer_view l{};
         l.layer = layer_of(of, from->pages, number, -1, "from");
         l.quantized[number] = {memory_of(of, from->pages, number, kv_heads, "from"), from->table};
-        expect_dense(from->pages, "from");
+        set_strides(from->pages, l.quantized[number], "from");
         set_scales(of, from->pages, number, l.quantized[number], "from");
         l.tokens = tokens;
         l.sequences = sequences;
         l.columns = columns;
         l.kv_heads = kv_heads;
-        check(of.functions->dequantize(l, number, keys, values, starts, stream_of(stream)));
+        const auto* const strided = strided_of(of, l);
+        check((strided != nullptr ? strided->dequantize : of.functions->dequantize)(
+            l, number, keys, values, starts, stream_of(stream)));
     });
 }
 
@@ -391,7 +414,9 @@ kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const kvq_cuda
         kvq::cuda::attention_options a = attention_of(o);
         a.query_tokens = q->tokens / l.sequences;
         static const kvq::cuda::unmodified plain{};
-        check(of.functions->attend(l, queries, to, a, workspace, workspace_bytes, stream_of(stream), &plain));
+        const auto* const strided = strided_of(of, l);
+        check((strided != nullptr ? strided->attend : of.functions->attend)(
+            l, queries, to, a, workspace, workspace_bytes, stream_of(stream), &plain));
         add_learned_sinks(to, o, stream_of(stream));
     });
 }
@@ -411,8 +436,10 @@ kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cud
         expect(o.ancestors == nullptr && o.alibi_slopes == nullptr, KVQ_ERROR_ARGUMENT,
                "a prompt has no tree of drafted tokens and no ALiBi");
         const auto l = view_of_layer(of, given);
-        check(of.functions->prefill(l, keys, values, queries, to, starts, most_new_tokens, prefill_of(o),
-                                    stream_of(stream), nullptr));
+        const auto* const strided = strided_of(of, l);
+        check((strided != nullptr ? strided->prefill : of.functions->prefill)(
+            l, keys, values, queries, to, starts, most_new_tokens, prefill_of(o), stream_of(stream),
+            nullptr));
     });
 }
 }

@@ -46,17 +46,19 @@ const builtin_format* builtin_formats(std::size_t* count) {
 
 kvq::library_format_list kvq::library_device_formats() noexcept {
     using of = named<64, 64>;
-    static const device_formats all = {
+    using rows = named<64, 32>::fp8;
+    static device_formats all = {
         kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>(),
         kvq::cuda::make_device_format<kvq::float16, of::mix4>(),
         kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16,
                                       keys_and_values<named<64>::int8, named<64>::kivi_4_g64>>(),
         kvq::cuda::make_device_format<kvq::float16, of::std4_h>(),
-        kvq::cuda::make_device_format<kvq::float16, named<64, 32>::fp8>(),
+        kvq::cuda::make_device_format<kvq::float16, rows>(),
         kvq::cuda::make_device_format<kvq::float16,
                                       kvq::cuda::latent_pair<kvq::kivi<4, 32>::keys, 64, 16, 64, 64>,
                                       kvq::cuda::latent_pair<kvq::int8, 64, 16, 64, 64>>(),
         kvq::cuda::make_device_format<kvq::float16, kvq::cuda::index_pair<64, 64>>()};
+    kvq::cuda::add_strides<kvq::float16, rows>(all[4]);
     return {all.data(), all.size(), sizeof(all[0])};
 }
 
@@ -1693,9 +1695,174 @@ void conversion_of_pages() {
     window.format = "fp16";
     REFUSED(kvq_cuda_pages_requantize(of_rows, heads, &window, one.get(), &rows.pages, one.get(), 1, nullptr,
                                       nullptr),
-            KVQ_ERROR_UNSUPPORTED, "kvq_cuda_pages_convert alone takes strides");
+            KVQ_ERROR_UNSUPPORTED, "kvq_cuda_pages_convert requantizes pages with strides");
     OK(kvq_cuda_kernels_free(of_rows));
     OK(kvq_cuda_kernels_free(of_codes));
+}
+
+/// An engine's pages of fp8, [token][head] with gaps, in place: attention and prompts against double, and what
+/// is dequantized.
+void strided_pages() {
+    test::rng r{10};
+    constexpr int heads = 3, group = 2, queries = heads * group, sequences = 3,
+                  lengths[sequences] = {70, 0, 33}, page = 32, columns = 3, row = dim, added[] = {3, 2, 0},
+                  many = 5, pages = sequences * columns;
+    constexpr float scales[] = {0.5f, 2.0f};
+    constexpr std::size_t head_bytes = row + 16, token_bytes = heads * head_bytes + 32;
+    kvq_cuda_kernels* kernels = nullptr;
+    OK(kvq_cuda_kernels_find("fp8", dim, page, nullptr, &kernels));
+    std::vector<std::int32_t> table(pages);
+    std::iota(table.begin(), table.end(), 0);
+    std::shuffle(table.begin(), table.end(), r);
+    // NaN wherever there is no token.
+    std::vector<std::byte> bytes[2];
+    std::vector<double> numbers[2];  // [sequence][columns * page][head][dim]
+    for (int v = 0; v < 2; ++v) {
+        bytes[v].assign(pages * page * token_bytes, std::byte{0x7f});
+        numbers[v].resize(static_cast<std::size_t>(pages * page * heads * dim));
+        for (int s = 0; s < sequences; ++s)
+            for (int i = 0; i < lengths[s] * heads * dim; ++i) {
+                const int t = i / dim / heads, p = table[static_cast<std::size_t>(s * columns + t / page)];
+                const auto code = static_cast<std::uint8_t>(r() % 0x50u | (r() & 0x80u));
+                bytes[v][(static_cast<std::size_t>(p * page + t % page)) * token_bytes +
+                         static_cast<std::size_t>(i / dim % heads) * head_bytes +
+                         static_cast<std::size_t>(i % dim)] = std::byte{code};
+                numbers[v][static_cast<std::size_t>(s * columns * page * heads * dim + i)] =
+                    static_cast<double>(scales[v] * kvq::e4m3::to_float(code));
+            }
+    }
+    const uploaded<std::byte> keys(bytes[0]), values(bytes[1]);
+    const uploaded<std::int32_t> tables(table), committed({3, 0, 2}),
+        tokens(std::vector<std::int32_t>(lengths, lengths + sequences));
+    kvq_cuda_part part{};
+    part.table = tables.get();
+    part.pages.format = "fp8";
+    part.pages.keys = keys.get();
+    part.pages.values = values.get();
+    part.pages.key_stride = part.pages.value_stride = page * token_bytes;
+    part.pages.key_scale = scales[0];
+    part.pages.value_scale = scales[1];
+    part.pages.token_stride = token_bytes;
+    part.pages.head_stride = head_bytes;
+    kvq_cuda_layer layer;
+    KVQ_INIT(layer);
+    layer.sequences = sequences;
+    layer.kv_heads = heads;
+    layer.tokens = tokens.get();
+    layer.committed = committed.get();
+    layer.parts = &part;
+    layer.part_count = 1;
+    layer.columns = columns;
+    layer.window.keys = layer.window.values = keys.get();  // it has no pages
+    layer.window_table = tables.get();
+    layer.window_columns = 1;
+
+    const auto random = [&](int rows, int of) {
+        std::vector<kvq::float16> x(static_cast<std::size_t>(rows * of * dim));
+        for (kvq::float16& y : x) y = kvq::float16(0.3f * test::normal(r));
+        return x;
+    };
+    const std::vector<kvq::float16> q = random(many, queries), k = random(many, heads),
+                                    v = random(many, heads);
+    const uploaded<kvq::float16> dq(q), dk(k), dv(v);
+    test::device_buffer<kvq::float16> out(static_cast<std::size_t>(many * queries * dim));
+    // Row `row_number` of q, at position `position` of a sequence whose new tokens begin with row `first`.
+    const auto error_of_row = [&](const std::vector<kvq::float16>& got, int s, int row_number, int position,
+                                  int first) {
+        double error = 0.0, size = 0.0;
+        for (int h = 0; h < queries; ++h) {
+            std::vector<double> weights, sums(dim);
+            const auto number = [&](int role, int t, int c) {
+                const auto at = static_cast<std::size_t>(h / group * dim + c);
+                if (t < lengths[s])
+                    return numbers[role]
+                                  [static_cast<std::size_t>((s * columns * page + t) * heads * dim) + at];
+                return static_cast<double>(static_cast<float>(
+                    (role == 0 ? k
+                               : v)[static_cast<std::size_t>((first + t - lengths[s]) * heads * dim) + at]));
+            };
+            const auto at = static_cast<std::size_t>((row_number * queries + h) * dim);
+            double sum = 0.0;
+            for (int t = 0; t <= position; ++t) {
+                double score = 0.0;
+                for (int c = 0; c < dim; ++c)
+                    score += static_cast<double>(static_cast<float>(q[at + static_cast<std::size_t>(c)])) *
+                             number(0, t, c);
+                const double w = std::exp(score / std::sqrt(static_cast<double>(dim)));
+                sum += w;
+                for (int c = 0; c < dim; ++c) sums[static_cast<std::size_t>(c)] += w * number(1, t, c);
+            }
+            for (int c = 0; c < dim; ++c) {
+                const double want = sum > 0.0 ? sums[static_cast<std::size_t>(c)] / sum : 0.0,
+                             have = static_cast<double>(
+                                 static_cast<float>(got[at + static_cast<std::size_t>(c)]));
+                error += have == have ? (have - want) * (have - want) : INFINITY;
+                size += want * want;
+            }
+        }
+        return size > 0.0 ? std::sqrt(error / size) : std::sqrt(error);
+    };
+    std::size_t bytes_of_workspace = 0;
+    OK(kvq_cuda_kernels_workspace_bytes(kernels, queries, heads, 1, &bytes_of_workspace));
+    const uploaded<std::byte> workspace{std::vector<std::byte>(bytes_of_workspace + 16)};
+    const kvq_tensor tq = tensor_of(dq.get(), sequences, queries),
+                     to = tensor_of(out.get(), sequences, queries);
+    const auto attend = [&] {
+        out.poison();
+        return kvq_cuda_pages_attend(kernels, &layer, &tq, &to, nullptr, workspace.get(), bytes_of_workspace,
+                                     nullptr);
+    };
+    OK(attend());
+    CUDA_OK(cudaStreamSynchronize(nullptr));
+    std::vector<kvq::float16> got = out.download();
+    for (int s = 0; s < sequences; ++s) {
+        const double e = error_of_row(got, s, s, lengths[s] - 1, 0);
+        CHECK(e <= 2e-3, "strided pages, sequence %d: error %.3g", s, e);
+    }
+    const uploaded<std::int32_t> starts({0, added[0], added[0] + added[1], many});
+    const kvq_tensor tk = tensor_of(dk.get(), many, heads), tv = tensor_of(dv.get(), many, heads),
+                     tq2 = tensor_of(dq.get(), many, queries), to2 = tensor_of(out.get(), many, queries);
+    out.poison();
+    OK(kvq_cuda_pages_prefill(kernels, &layer, &tk, &tv, &tq2, &to2, starts.get(), added[0], nullptr,
+                              nullptr));
+    CUDA_OK(cudaStreamSynchronize(nullptr));
+    got = out.download();
+    for (int s = 0, first = 0; s < sequences; first += added[s++])
+        for (int i = 0; i < added[s]; ++i) {
+            const double e = error_of_row(got, s, first + i, lengths[s] + i, first);
+            CHECK(e <= 2e-3, "strided pages, a prompt, sequence %d: error %.3g", s, e);
+        }
+    const int rows = lengths[0] + lengths[2];
+    test::device_buffer<kvq::float16> of_keys(static_cast<std::size_t>(rows * heads * dim)),
+        of_values(of_keys.size());
+    const uploaded<std::int32_t> first_rows({0, lengths[0], lengths[0]});
+    const kvq_tensor to_keys = tensor_of(of_keys.get(), rows, heads),
+                     to_values = tensor_of(of_values.get(), rows, heads);
+    OK(kvq_cuda_pages_dequantize(kernels, heads, &part, sequences, columns, tokens.get(), &to_keys,
+                                 &to_values, first_rows.get(), nullptr));
+    CUDA_OK(cudaStreamSynchronize(nullptr));
+    for (int role = 0; role < 2; ++role) {
+        const auto read = (role == 0 ? of_keys : of_values).download();
+        std::size_t wrong = 0;
+        for (int s = 0, first = 0; s < sequences; first += lengths[s++])
+            for (int i = 0; i < lengths[s] * heads * dim; ++i)
+                wrong += static_cast<double>(
+                             static_cast<float>(read[static_cast<std::size_t>(first * heads * dim + i)])) !=
+                         numbers[role][static_cast<std::size_t>(s * columns * page * heads * dim + i)];
+        CHECK(wrong == 0, "strided pages: %zu numbers of role %d differ", wrong, role);
+    }
+
+    // Bad input.
+    part.pages.token_stride = 0;
+    REFUSED(attend(), KVQ_ERROR_ARGUMENT, "but no stride of tokens");
+    part.pages.token_stride = 24;
+    REFUSED(attend(), KVQ_ERROR_ARGUMENT, "multiples of 16");
+    OK(kvq_cuda_kernels_free(kernels));
+    OK(kvq_cuda_kernels_find("int8", dim, 64, nullptr, &kernels));
+    part.pages.format = "int8";
+    part.pages.key_scale = part.pages.value_scale = 0.0f;
+    REFUSED(attend(), KVQ_ERROR_ARGUMENT, "has rows of tokens (fp8, fp8-e5m2)");
+    OK(kvq_cuda_kernels_free(kernels));
 }
 
 /// Pages whose signs depend on the layer: those of the second layer are the CPU's, and no other layer's.
@@ -2063,6 +2230,7 @@ int main() {
     graphs();
     pages_of_the_caller();
     conversion_of_pages();
+    strided_pages();
     pages_with_signs();
     bad_input();
     return test::report("c_cuda");

@@ -71,6 +71,18 @@ class EnginePages(OnGpu):
                 values[:n] = f.dequantize(made[i][column], torch.empty(64, KV, D))[:n]
                 self.assertEqual(bytes(target[i][page].cpu().tolist()), f.quantize(values))
             self.assertEqual(int(target[i][0].sum()) + int(target[i][3:].sum()), 0)
+        # Attention over pages as they lie.
+        q = normal(2, Q, D)
+        out = kvq.cuda.attend_pages(views[0], q, lengths)
+        k, v = (torch.cat([f.dequantize(page, torch.empty(64, KV, D)) for page in of_side]).repeat_interleave(Q // KV, 1)
+                for f, of_side in zip(of, made))
+        for i in range(2):
+            n = tokens - 1 + i
+            weights = (torch.einsum("hd,thd->ht", q[i].cpu().float(), k[:n]) / D ** 0.5).softmax(1)
+            want = torch.einsum("ht,thd->hd", weights, v[:n])
+            self.assertLess(((out[i].cpu().float() - want).norm() / want.norm()).item(), 3e-3)
+        with self.assertRaisesRegex(kvq.ArgumentError, "for 1 sequences"):
+            kvq.cuda.attend_pages(views[0], q, lengths[:0])
         with self.assertRaisesRegex(kvq.ArgumentError, "none of the formats|none for std5|no kernels"):
             kvq.cuda.Pages("std5", *source, tables[0], **given)
         with self.assertRaisesRegex(kvq.ArgumentError, "a page of kivi-4-g64 is [0-9]+ contiguous bytes"):

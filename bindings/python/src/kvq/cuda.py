@@ -33,8 +33,8 @@ from ._reports import RequantizeReport, Snapshot, StepDownReport, Usage
 from ._sequence import File, Sequence as _HostSequence, save_options
 from ._tensors import Tensor, integers
 
-__all__ = ["Cache", "CacheInfo", "FormatEntry", "Pages", "PrefixCache", "PrefixStatistics", "Sequence", "StateView", "available",
-           "convert_pages", "formats"]
+__all__ = ["Cache", "CacheInfo", "FormatEntry", "Pages", "PrefixCache", "PrefixStatistics", "Sequence", "StateView", "attend_pages",
+           "available", "convert_pages", "formats"]
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _NUMBERS = {torch.float16: _abi.FP16, torch.bfloat16: _abi.BF16}
@@ -733,7 +733,7 @@ class PrefixCache(Handle):
 
 
 class Pages:
-    """Keys and values of a batch in device memory of the caller, such as an engine's pages: what convert_pages reads or writes.
+    """Keys and values of a batch in device memory of the caller, such as an engine's pages: for attend_pages and convert_pages.
 
     format       by name: "fp8", "std4", "int8/std4", ... of formats(), or "fp16" and "bf16"
     keys         [pages][...]: a page is the blocks of all kv heads, one after the other (kvq's pages; FlashInfer's and vLLM's HND)
@@ -788,6 +788,39 @@ class Pages:
             if scale != 1.0:
                 setattr(pages, name, scale)
         self._c = _cuda_abi.kvq_cuda_part(pages=pages, table=block_table.data_ptr())
+        self._page_tokens, self._dtype, self._workspace = page_tokens, dtype, torch.zeros(16, dtype=torch.uint8, device=block_table.device)
+
+
+def attend_pages(pages: Pages, q: torch.Tensor, tokens: torch.Tensor, out: Optional[torch.Tensor] = None, *,
+                 lse: Optional[torch.Tensor] = None, **options: Any) -> torch.Tensor:
+    """Attention of the last q.tokens / sequences tokens of every sequence over pages as they lie, without a copy. Returns out.
+
+    q       [sequences x tokens][heads][head_dim] of pages' dtype
+    tokens  int32 [sequences] on the device: of each sequence, all in pages
+    options  as of Cache.prefill. One stream at a time may use the same Pages; workspace is allocated by the first call
+    """
+    if pages._c.pages.format.decode() in _NAMES.values():
+        raise ArgumentError(f"kvq: pages are {pages._c.pages.format.decode()}; attend_pages takes quantized ones")
+    _expect_on_device("tokens", tokens, torch.int32)
+    if tokens.shape != (pages.sequences,) or q.shape[0] % max(pages.sequences, 1) != 0:
+        raise ArgumentError(f"kvq: q and tokens have shapes {list(q.shape)} and {list(tokens.shape)}, for {pages.sequences} sequences")
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if pages.sequences == 0:
+        return out
+    size = ask(pages._f.kvq_cuda_kernels_workspace_bytes, pages._kernels, q.shape[1], pages.kv_heads, q.shape[0] // pages.sequences,
+               out=ctypes.c_size_t)
+    if pages._workspace.numel() < size:
+        pages._workspace = torch.zeros(size, dtype=torch.uint8, device=tokens.device)
+    committed = torch.div(tokens + (pages._page_tokens - 1), pages._page_tokens, rounding_mode="floor").to(torch.int32)
+    window = _cuda_abi.kvq_cuda_pages(keys=pages._c.pages.keys, values=pages._c.pages.values)  # it has no pages
+    layer = _cuda_abi.kvq_cuda_layer(
+        sequences=pages.sequences, kv_heads=pages.kv_heads, tokens=tokens.data_ptr(), committed=committed.data_ptr(),
+        parts=ctypes.pointer(pages._c), part_count=1, columns=pages.columns, window=window, window_table=pages._c.table, window_columns=1)
+    pages._f.kvq_cuda_pages_attend(
+        pages._kernels, ctypes.byref(layer), ctypes.byref(tensor(q, "q", pages._dtype)), ctypes.byref(tensor(out, "out", pages._dtype)),
+        ctypes.byref(attend_options(lse=lse, **options)), pages._workspace.data_ptr(), size,
+        _raw_stream(tokens.device.index) if _KIND == "cuda" else None)
+    return out
 
 
 def convert_pages(source: Pages, target: Pages, tokens: torch.Tensor, *, pages_at_once: int = 256) -> None:

@@ -217,6 +217,15 @@ struct device_functions {
     std::uint64_t (*rotated_fingerprint)(int number, tensor role, std::uint64_t rotation);
 };
 
+/// Of pages in memory of the caller that lie as another system has them (make_strided_format.cuh).
+struct strided_functions {
+    decltype(device_functions::attend) attend;
+    decltype(device_functions::prefill) prefill;
+    decltype(device_functions::dequantize) dequantize;
+    decltype(device_functions::workspace_bytes) workspace_bytes;
+    decltype(device_functions::prompt_scratch_bytes) prompt_scratch_bytes;
+};
+
 }  // namespace detail
 
 /// Kernels for caches of one head_dim and page size, whose quantized pages have one or several formats.
@@ -246,6 +255,7 @@ struct device_format {
     std::vector<kind> kinds;
     std::size_t window_block[2] = {}, sink_block[2] = {};  ///< K, V
     const detail::device_functions* functions = nullptr;
+    const detail::strided_functions* strided = nullptr;  ///< null: pages have no strides
     bool latent = false;  ///< of keys alone: values are read from their blocks, or there are none
     bool index = false;   ///< of keys that select tokens, which have no values
 

@@ -130,8 +130,13 @@ struct device_table {
             c.own_keys.scheme = typename Pair::keys(p.scales[0]);
         if constexpr (token_row_scheme<typename Pair::values>)
             c.own_values.scheme = typename Pair::values(p.scales[1]);
-        if constexpr (is_strided<Pair>)
-            c.own_keys.memory = c.own_values.memory = {p.token_bytes, p.head_bytes};
+        if constexpr (is_strided<Pair>) {
+            constexpr std::size_t blocks[] = {Pair::key_block_bytes, Pair::value_block_bytes};
+            row_memory* const to[] = {&c.own_keys.memory, &c.own_values.memory};
+            for (int i = 0; i < 2; ++i)
+                *to[i] = p.token_bytes != 0 ? row_memory{p.token_bytes, p.head_bytes}
+                                            : row_memory{blocks[i] / page_tokens, blocks[i]};
+        }
         for (const tensor role : {tensor::key, tensor::value})
             c.set_transform(role, l.layer, p.columns[static_cast<int>(role)], p.rows[static_cast<int>(role)]);
         return c;
@@ -539,6 +544,7 @@ device_format make_scored_format() {
                     {window::key_block_bytes, window::value_block_bytes},
                     {sinks::key_block_bytes, sinks::value_block_bytes},
                     &table::functions,
+                    nullptr,
                     is_keys_alone,
                     table::index};
     const auto add = [&]<class Pair>(std::type_identity<Pair>) {
