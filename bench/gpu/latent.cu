@@ -3,6 +3,8 @@
 //
 //   latent [--json] [--quick] [FORMAT]...      --quick: of 8192 tokens; of these formats and bf16 alone
 //
+// Compiled with -DFLASH_MLA (scripts/gpu-bench latent with FLASH_MLA=FOLDER): also FlashMLA's kernel on bf16.
+//
 // 16 heads (tensor parallel 8) and 128, batches of one length, pages of 128 tokens (kivi-4-g64 and bf16: 64)
 // in random order. Latents are normal numbers, quantized on the device; rotary channels are fp16, those of
 // mla-656 bf16. "bf16": this library's kernel on pages of 16-bit values, the baseline of the factors. GB/s: bytes of pages;
@@ -17,6 +19,9 @@
 #include <cstring>
 
 #include "shuffled_pages.cuh"
+#if defined(FLASH_MLA)
+#include "flash_mla.cuh"
+#endif
 
 namespace {
 
@@ -73,10 +78,21 @@ struct latent_pages : bench::shuffled_pages<Pair> {
     }
 };
 
-/// One row in double: a thread block per row, threads share tokens, then channels.
+/// Values of pages, for the reference.
 template <class Pair>
-__global__ void reference_kernel(cuda::cache_ref<Pair> cache, const bfloat16* q, int heads, int length,
-                                 float scale, double* scores, double* out) {
+struct page_values {
+    cuda::cache_ref<Pair> cache;
+    __device__ double operator()(int sequence, int t, int c) const {
+        const int page = cache.block_table[cache.table_entry(sequence, t / Pair::page_tokens)];
+        return static_cast<double>(
+            cuda::detail::read_value<tensor::key>(cache, page, 0, t % Pair::page_tokens, c));
+    }
+};
+
+/// One row in double: a thread block per row, threads share tokens, then channels.
+template <class Values>
+__global__ void reference_kernel(Values values, const bfloat16* q, int heads, int length, float scale,
+                                 double* scores, double* out) {
     const int sequence = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y),
               thread = static_cast<int>(threadIdx.x);
     const auto row = static_cast<std::size_t>(blockIdx.x * gridDim.y + blockIdx.y);
@@ -84,14 +100,10 @@ __global__ void reference_kernel(cuda::cache_ref<Pair> cache, const bfloat16* q,
     const bfloat16* const query = q + (static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads) +
                                        static_cast<std::size_t>(head)) *
                                           dim;
-    const auto at = [&](int t, int c) {
-        const int page = cache.block_table[cache.table_entry(sequence, t / Pair::page_tokens)];
-        return static_cast<double>(
-            cuda::detail::read_value<tensor::key>(cache, page, 0, t % Pair::page_tokens, c));
-    };
     for (int t = thread; t < length; t += static_cast<int>(blockDim.x)) {
         double s = 0.0;
-        for (int c = 0; c < dim; ++c) s += static_cast<double>(static_cast<float>(query[c])) * at(t, c);
+        for (int c = 0; c < dim; ++c)
+            s += static_cast<double>(static_cast<float>(query[c])) * values(sequence, t, c);
         own[t] = s * static_cast<double>(scale);
     }
     __syncthreads();
@@ -100,7 +112,7 @@ __global__ void reference_kernel(cuda::cache_ref<Pair> cache, const bfloat16* q,
     for (int t = 0; t < length; ++t) {
         const double w = exp(own[t] - top);
         sum += w;
-        output += w * at(t, thread);
+        output += w * values(sequence, t, thread);
     }
     out[row * value_dim + static_cast<std::size_t>(thread)] = output / sum;
 }
@@ -108,35 +120,27 @@ __global__ void reference_kernel(cuda::cache_ref<Pair> cache, const bfloat16* q,
 struct shape {
     int heads, sequences, length;
 };
+const float scale_of_scores = 1.0f / std::sqrt(192.0f);
 
-template <class Pair>
-double time_format(const char* name, const shape& c, bool json, double baseline) {
-    int* const tokens = bench::on_device(std::vector<int>(static_cast<std::size_t>(c.sequences), c.length));
-    const latent_pages<Pair> pages(c.sequences, c.length, tokens);
-    const auto mix = cuda::make_mixed(0, pages.ref);
-    using mix_type = std::remove_const_t<decltype(mix)>;
+/// attend(q, out, stream) over tokens of so many bytes.
+template <class Values, class Attend>
+double time_rows(const char* name, const char* kernel, const shape& c, bool json, double baseline,
+                 double token_bytes, const Values& values, const Attend& attend) {
     const auto rows = static_cast<std::size_t>(c.sequences * c.heads);
     bfloat16* const q = on_device<bfloat16>(rows * dim);
     bench::fill_normal(q, rows * dim * 2, 7);
     round_to_bfloat16<<<1024, 256>>>(reinterpret_cast<std::uint16_t*>(q), rows * dim);
     bfloat16* const out = on_device<bfloat16>(rows * value_dim);
-    const std::size_t bytes = cuda::latent_workspace_bytes<mix_type, bfloat16>(c.sequences, c.heads);
-    void* const workspace = on_device<std::byte>(bytes);
-    const float scale = 1.0f / std::sqrt(192.0f);
-    const auto attend = [&](int, cudaStream_t stream) {
-        bench::check(cuda::attend_latents<bfloat16>(mix, {q, c.sequences, c.heads, dim},
-                                                    {out, c.sequences, c.heads, value_dim}, {.scale = scale},
-                                                    workspace, bytes, stream));
-    };
-    const double us = bench::time_launches(4, attend, 5);
+    const double us = bench::time_launches(
+        4, [&](int, cudaStream_t stream) { attend(q, out, stream); }, 5);
     std::vector<bfloat16> got(rows * value_dim);
     BENCH_OK(cudaMemcpy(got.data(), out, got.size() * 2, cudaMemcpyDeviceToHost));
 
     const int some = 2;  // sequences and heads
     double* const scores = on_device<double>(static_cast<std::size_t>(some * some * c.length));
     double* const wanted = on_device<double>(static_cast<std::size_t>(some * some * value_dim));
-    reference_kernel<Pair>
-        <<<dim3(some, some), value_dim>>>(pages.ref, q, c.heads, c.length, scale, scores, wanted);
+    reference_kernel<<<dim3(some, some), value_dim>>>(values, q, c.heads, c.length, scale_of_scores, scores,
+                                                      wanted);
     std::vector<double> want(static_cast<std::size_t>(some * some * value_dim));
     BENCH_OK(cudaMemcpy(want.data(), wanted, want.size() * 8, cudaMemcpyDeviceToHost));
     double off = 0.0, size = 0.0;
@@ -148,10 +152,9 @@ double time_format(const char* name, const shape& c, bool json, double baseline)
         size += want[i] * want[i];
     }
     const double all_tokens = static_cast<double>(c.sequences) * c.length;
-    const double gb = all_tokens / Pair::page_tokens * static_cast<double>(Pair::key_block_bytes) / us * 1e-3;
+    const double gb = all_tokens * token_bytes / us * 1e-3;
     const double tflops = all_tokens * c.heads * 2.0 * (dim + value_dim) / us * 1e-6;
     const double factor = baseline == 0.0 ? 1.0 : baseline / us;
-    const char* const kernel = cuda::latent_kernel<mix_type, bfloat16>(c.heads).kernel;
     if (json)
         std::printf(
             "{\"name\": \"latent/%d heads/%d x %d/%s\", \"us\": %.1f, \"factor\": %.2f, \"GB/s\": %.0f, "
@@ -161,11 +164,60 @@ double time_format(const char* name, const shape& c, bool json, double baseline)
         std::printf(
             "%4d heads %3d x %-6d %-18s %9.1f us  x %.2f  %5.0f GB/s  %4.0f TFLOP/s  error %.2g  %s\n",
             c.heads, c.sequences, c.length, name, us, factor, gb, tflops, std::sqrt(off / size), kernel);
-    for (void* p : {static_cast<void*>(q), static_cast<void*>(out), workspace, static_cast<void*>(scores),
-                    static_cast<void*>(wanted), static_cast<void*>(tokens)})
+    for (void* p : {static_cast<void*>(q), static_cast<void*>(out), static_cast<void*>(scores),
+                    static_cast<void*>(wanted)})
         cudaFree(p);
     return us;
 }
+
+template <class Pair>
+double time_format(const char* name, const shape& c, bool json, double baseline) {
+    int* const tokens = bench::on_device(std::vector<int>(static_cast<std::size_t>(c.sequences), c.length));
+    const latent_pages<Pair> pages(c.sequences, c.length, tokens);
+    const auto mix = cuda::make_mixed(0, pages.ref);
+    using mix_type = std::remove_const_t<decltype(mix)>;
+    const std::size_t bytes = cuda::latent_workspace_bytes<mix_type, bfloat16>(c.sequences, c.heads);
+    void* const workspace = on_device<std::byte>(bytes);
+    const double us =
+        time_rows(name, cuda::latent_kernel<mix_type, bfloat16>(c.heads).kernel, c, json, baseline,
+                  static_cast<double>(Pair::key_block_bytes) / Pair::page_tokens,
+                  page_values<Pair>{pages.ref}, [&](const bfloat16* q, bfloat16* out, cudaStream_t stream) {
+                      bench::check(cuda::attend_latents<bfloat16>(
+                          mix, {q, c.sequences, c.heads, dim}, {out, c.sequences, c.heads, value_dim},
+                          {.scale = scale_of_scores}, workspace, bytes, stream));
+                  });
+    for (void* p : {workspace, static_cast<void*>(tokens)}) cudaFree(p);
+    return us;
+}
+
+#if defined(FLASH_MLA)
+/// Rows of bf16 in FlashMLA's pages.
+struct row_values {
+    const bfloat16* pages;
+    const int* table;
+    int columns;
+    __device__ double operator()(int sequence, int t, int c) const {
+        const auto page =
+            static_cast<std::size_t>(table[sequence * columns + t / bench::flash_mla::page_tokens]);
+        return static_cast<double>(static_cast<float>(
+            pages[(page * bench::flash_mla::page_tokens + t % bench::flash_mla::page_tokens) * dim + c]));
+    }
+};
+
+void time_flash_mla(const shape& c, bool json, double baseline) {
+    // Pages of as many bytes as those of bf16 here.
+    using same_size =
+        cuda::latent_pair<full<bfloat16>, latent, rotary, value_dim, bench::flash_mla::page_tokens>;
+    int* const tokens = bench::on_device(std::vector<int>(static_cast<std::size_t>(c.sequences), c.length));
+    const latent_pages<same_size> pages(c.sequences, c.length, tokens);
+    auto* const rows = reinterpret_cast<bfloat16*>(pages.memory);
+    bench::flash_mla peer(rows, pages.table, tokens, c.sequences, c.length, c.heads, scale_of_scores);
+    time_rows("FlashMLA, bf16", "FlashMLA", c, json, baseline, dim * 2.0,
+              row_values{rows, pages.table, pages.ref.table_columns},
+              [&](bfloat16* q, bfloat16* out, cudaStream_t stream) { peer.attend(q, out, stream); });
+    cudaFree(tokens);
+}
+#endif
 
 template <class Scheme, int PageTokens, class Last = full<float16>>
 using pair = cuda::latent_pair<Scheme, latent, rotary, value_dim, PageTokens, Last>;
@@ -180,13 +232,16 @@ int main(int argc, char** argv) {
             json = true;
         else if (std::strcmp(argv[i], "--quick") == 0)
             quick = true;
-        else
+        else if (std::strncmp(argv[i], "--", 2) != 0)
             formats.push_back(argv[i]);
     for (const shape& c :
          {shape{16, 64, 4096}, shape{16, 64, 8192}, shape{16, 8, 65536}, shape{128, 64, 1024},
           shape{128, 64, 2048}, shape{128, 64, 4096}, shape{128, 64, 8192}, shape{128, 8, 65536}}) {
         if (quick && (c.length != 8192)) continue;
         const double baseline = time_format<pair<full<bfloat16>, 64>>("bf16", c, json, 0.0);
+#if defined(FLASH_MLA)
+        time_flash_mla(c, json, baseline);
+#endif
         const auto time = [&]<class Pair>(std::type_identity<Pair>, const char* name) {
             if (formats.empty() ||
                 std::ranges::any_of(formats, [&](const char* own) { return std::strcmp(own, name) == 0; }))
