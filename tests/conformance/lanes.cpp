@@ -3,8 +3,10 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <kvq/cpu/plain_lanes.hpp>
+#include <kvq/cpu/rows/row_codes.hpp>
 #include <kvq/cpu/simd.hpp>
 #include <kvq/cpu/softmax.hpp>
 #include <vector>
@@ -423,70 +425,83 @@ TEST_CASE_TEMPLATE("pieces of four vectors written together are those written on
     }
 }
 
-TEST_CASE_TEMPLATE("rows as codes: vectors in turns, parts, words of 16 bits", L, KVQ_TEST_LANES) {
-    if constexpr (requires(typename L::ints(&v)[2]) { L::interleave_bytes(v); }) {
+TEST_CASE_TEMPLATE("rows as codes: parts, bytes of four rows, words as high and low bytes", L,
+                   KVQ_TEST_LANES) {
+    if constexpr (kvq::kernels::multiplies_codes<L>) {
+        using io = lanes_of<L>;
         fixture<L> f;
         constexpr int bytes = 4 * L::width;
-        std::vector<std::uint8_t> a(bytes), b(bytes);
-        for (auto& x : a) x = static_cast<std::uint8_t>(f.random.between(0, 255));
-        for (auto& x : b) x = static_cast<std::uint8_t>(f.random.between(0, 255));
-        const auto load = [](const std::vector<std::uint8_t>& v) {
-            return L::load(reinterpret_cast<const std::byte*>(v.data()));
+        const auto random_bytes = [&](int n) {
+            std::vector<std::byte> of(static_cast<std::size_t>(n));
+            for (auto& x : of) x = static_cast<std::byte>(f.random.between(0, 255));
+            return of;
         };
-        // Pieces of `size` bytes in turns, within parts of `part` bytes.
-        const auto check = [&](int size, int part, const auto& interleave) {
-            typename L::ints v[2] = {load(a), load(b)};
-            interleave(v);
-            std::uint8_t out[2][bytes];
-            for (int k = 0; k < 2; ++k) L::store(reinterpret_cast<std::byte*>(out[k]), v[k]);
-            for (int k = 0; k < 2; ++k)
-                for (int i = 0; i < bytes; ++i) {
-                    const int at = i % part, from = at / size / 2 * size + at % size + k * part / 2;
-                    const auto& of = at / size % 2 ? b : a;
-                    REQUIRE(out[k][i] == of[static_cast<std::size_t>(i / part * part + from)]);
-                }
+        const auto bytes_of = [](const auto& v) {
+            std::vector<std::byte> out(static_cast<std::size_t>(bytes));
+            L::store(out.data(), v);
+            return out;
         };
-        check(1, 16, [](typename L::ints(&v)[2]) { L::interleave_bytes(v); });
-        check(2, 16, [](typename L::ints(&v)[2]) { L::interleave_halves(v); });
-        check(16, bytes, [](typename L::ints(&v)[2]) { L::interleave_lanes(v); });
         const auto check_parts = [&]<int Parts>(std::integral_constant<int, Parts>) {
             constexpr int size = bytes / Parts, step = size + 2;
             for (int n = 1; n <= Parts; ++n) {
                 // Nothing behind part n is read.
-                std::vector<std::byte> from(static_cast<std::size_t>((n - 1) * step + size));
-                for (auto& x : from) x = static_cast<std::byte>(f.random.between(0, 255));
-                std::byte out[bytes];
+                const auto from = random_bytes((n - 1) * step + size);
                 std::ptrdiff_t behind[Parts - 1];
                 for (int i = 1; i < Parts; ++i) behind[i - 1] = std::min(i, n - 1) * step;
-                L::store(out, L::load_parts(from.data(), behind));
+                const auto out = bytes_of(L::load_parts(from.data(), behind));
                 for (int i = 0; i < bytes; ++i)
-                    REQUIRE(out[i] ==
+                    REQUIRE(out[static_cast<std::size_t>(i)] ==
                             from[static_cast<std::size_t>(std::min(i / size, n - 1) * step + i % size)]);
             }
         };
         check_parts(std::integral_constant<int, 2>());
         check_parts(std::integral_constant<int, 4>());
-        std::int16_t words[2 * L::width];
-        L::store(reinterpret_cast<std::byte*>(words),
-                 L::load_bytes_as_halves(reinterpret_cast<const std::byte*>(a.data())));
-        for (int i = 0; i < 2 * L::width; ++i)
-            REQUIRE(words[i] == static_cast<std::int8_t>(a[static_cast<std::size_t>(i)]));
 
-        using io = lanes_of<L>;
-        std::vector<typename io::words> numbers;
-        typename L::ints four[4];
-        for (auto& v : four) {
-            numbers.push_back(f.words());
-            for (auto& x : numbers.back()) x = f.random.between(-32768, 32767);
-            v = io::in(numbers.back());
-        }
-        std::uint32_t pairs[2 * L::width];
-        L::store_word_pairs_of_four(pairs, four);
-        for (int i = 0; i < 2 * L::width; ++i) {
-            const auto& of = numbers[static_cast<std::size_t>(i % 4)];
-            const auto first = static_cast<std::size_t>(i % L::width / 4 * 4 + i / L::width * 2);
-            REQUIRE(pairs[i] == ((static_cast<std::uint32_t>(of[first]) & 0xffffu) |
-                                 static_cast<std::uint32_t>(of[first + 1]) << 16));
+        // of(k): the byte of a row that word k has.
+        const auto check_turned = [&](const auto& rows, const std::vector<std::byte>& out, const auto& of) {
+            for (int k = 0; k < L::width; ++k)
+                for (int i = 0; i < 4; ++i)
+                    REQUIRE(out[static_cast<std::size_t>(4 * k + i)] ==
+                            rows[static_cast<std::size_t>(i)][static_cast<std::size_t>(of(k))]);
+        };
+        const auto rows_of = [&](int n) {
+            return std::array{random_bytes(n), random_bytes(n), random_bytes(n), random_bytes(n)};
+        };
+        const auto sixteen = rows_of(16), more = rows_of(32);
+        const std::byte* const rows[4] = {sixteen[0].data(), sixteen[1].data(), sixteen[2].data(),
+                                          sixteen[3].data()};
+        check_turned(sixteen, bytes_of(L::template turn_sixteen<1>(rows)), [](int k) { return k; });
+        check_turned(sixteen, bytes_of(L::template turn_sixteen<2>(rows)),
+                     [](int k) { return k % 2 * 8 + k / 2; });
+        const std::byte* const more_rows[4] = {more[0].data(), more[1].data(), more[2].data(),
+                                               more[3].data()};
+        typename L::ints v[2];
+        auto sums = more;
+        for (auto& row : sums)
+            for (auto& x : row) x ^= std::byte{128};
+        L::turn_thirty_two(more_rows, L::splat(static_cast<std::int32_t>(0x80808080u)), v);
+        for (int h = 0; h < 2; ++h)
+            check_turned(sums, bytes_of(v[h]), [&](int k) { return k / 8 * 16 + 8 * h + k % 8; });
+
+        typename io::words a = f.words(), b = f.words();
+        for (auto* const of : {&a, &b})
+            for (auto& x : *of) x = f.random.between(-32512, 32512);
+        const auto plus = [](typename io::words w) {
+            for (auto& x : w) x += 128 + 0x4b400000;
+            return io::in(w);
+        };
+        for (const bool turned : {false, true}) {
+            const auto out = bytes_of(turned ? L::template high_low_pairs<true>(plus(a), plus(b))
+                                             : L::template high_low_pairs<false>(plus(a), plus(b)));
+            for (int i = 0; i < bytes; ++i) {
+                const int word = i / 4 % 4;
+                const bool second = (turned ? word % 2 : word / 2) != 0,
+                           low = (turned ? word / 2 : word % 2) != 0;
+                const std::int32_t x = (second ? b : a)[static_cast<std::size_t>(i / 16 * 4 + i % 4)],
+                                   high = (x + 128) >> 8;
+                REQUIRE(static_cast<std::int8_t>(out[static_cast<std::size_t>(i)]) ==
+                        (low ? x - 256 * high : high));
+            }
         }
     }
 }

@@ -250,34 +250,47 @@ struct register_ops<Arch> {
         _mm512_storeu_si512(out + 2 * stride, _mm512_shuffle_i32x4(b, d, 0x88));
         _mm512_storeu_si512(out + 3 * stride, _mm512_shuffle_i32x4(b, d, 0xdd));
     }
-    /// Bytes, 16-bit halves of words, or 128-bit lanes of two vectors in turns; the first two within 128-bit
-    /// lanes.
-    static KVQ_INLINE void interleave_bytes(ints (&v)[2]) {
-        const __m512i low = _mm512_unpacklo_epi8(v[0], v[1]);
-        v[1] = _mm512_unpackhi_epi8(v[0], v[1]);
-        v[0] = low;
+    /// The low halves of words are 256 high + low + 128. Of each four words of x and y: the bytes of high
+    /// x, low x, high y, low y; or, Turned, high x, high y, low x, low y.
+    template <bool Turned>
+    static KVQ_INLINE ints high_low_pairs(ints x, ints y) {
+        const __m512i order =
+            Turned
+                ? _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 3, 7, 11, 15, 0, 4, 8, 12, 2, 6, 10, 14))
+                : _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15, 2, 6, 10, 14));
+        const __m512i both =
+            _mm512_ternarylogic_epi32(x, _mm512_set1_epi32(0xffff), _mm512_slli_epi32(y, 16), 0xe2);
+        return _mm512_shuffle_epi8(_mm512_xor_si512(both, _mm512_set1_epi16(128)), order);
     }
-    static KVQ_INLINE void interleave_halves(ints (&v)[2]) {
-        const __m512i low = _mm512_unpacklo_epi16(v[0], v[1]);
-        v[1] = _mm512_unpackhi_epi16(v[0], v[1]);
-        v[0] = low;
+    /// Word k: byte of[k] of four rows of 16 bytes. Sets = 1: in order; 2: bytes k and 8 + k in turns.
+    template <int Sets>
+    static KVQ_INLINE ints turn_sixteen(const std::byte* const (&rows)[4]) {
+        const auto two = [&](int i, int k) KVQ_INLINE_LAMBDA {
+            const auto part = [&](int n) KVQ_INLINE_LAMBDA {
+                return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[n]));
+            };
+            return _mm256_inserti128_si256(_mm256_castsi128_si256(part(i)), part(k), 1);
+        };
+        const __m256i a = two(0, 2), b = two(1, 3);
+        return _mm512_permutexvar_epi16(word_order<Sets>(),
+                                        _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_unpacklo_epi8(a, b)),
+                                                           _mm256_unpackhi_epi8(a, b), 1));
     }
-    static KVQ_INLINE void interleave_lanes(ints (&v)[2]) {
-        const __m512i low =
-            _mm512_permutex2var_epi64(v[0], _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), v[1]);
-        v[1] = _mm512_permutex2var_epi64(v[0], _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15), v[1]);
-        v[0] = low;
+    /// Byte k of four rows of 32 bytes, plus `add`, in a word: of bytes 0 to 7 and 16 to 23 in v[0].
+    static KVQ_INLINE void turn_thirty_two(const std::byte* const (&rows)[4], ints add, ints (&v)[2]) {
+        const auto two = [&](int i, int k) KVQ_INLINE_LAMBDA {
+            const auto part = [&](int n) KVQ_INLINE_LAMBDA {
+                return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[n]));
+            };
+            return _mm512_add_epi8(_mm512_inserti64x4(_mm512_castsi256_si512(part(i)), part(k), 1), add);
+        };
+        const __m512i a = two(0, 2), b = two(1, 3), order = word_order<0>();
+        v[0] = _mm512_permutexvar_epi16(order, _mm512_unpacklo_epi8(a, b));
+        v[1] = _mm512_permutexvar_epi16(order, _mm512_unpackhi_epi8(a, b));
     }
-    static KVQ_INLINE ints load_bytes_as_halves(const std::byte* p) {
-        return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-    }
-    /// Lanes 2k and 2k + 1 of four vectors, as 16 bits of a word: lane l of 128 bits those of lanes 4l and
-    /// 4l + 1 of all four, 16 words further on those of 4l + 2 and 4l + 3.
-    static KVQ_INLINE void store_word_pairs_of_four(std::uint32_t* out, const ints* a) {
-        const __m512 x = _mm512_castsi512_ps(_mm512_packs_epi32(a[0], a[1])),
-                     y = _mm512_castsi512_ps(_mm512_packs_epi32(a[2], a[3]));
-        _mm512_storeu_ps(out, _mm512_shuffle_ps(x, y, 0x88));
-        _mm512_storeu_ps(out + 16, _mm512_shuffle_ps(x, y, 0xdd));
+    /// Lane i: lane index[i] of a, or from `width` on of b.
+    static KVQ_INLINE floats lookup(floats a, floats b, ints index) {
+        return _mm512_permutex2var_ps(a, index, b);
     }
     /// Equal parts: at p, and as many bytes behind it.
     static KVQ_INLINE ints load_parts(const std::byte* p, const std::ptrdiff_t (&behind)[1]) {
@@ -451,6 +464,21 @@ struct register_ops<Arch> {
     static KVQ_INLINE float smallest(floats a) { return _mm512_reduce_min_ps(a); }
 
 private:
+    /// Pairs of bytes of four rows. 0: those of two rows, then of the others; 1, 2: turn_sixteen.
+    template <int Sets>
+    static KVQ_INLINE __m512i word_order() {
+        alignas(64) static constexpr auto order = [] {
+            std::array<std::uint16_t, 32> of{};
+            for (std::size_t k = 0; k < 16; ++k) {
+                const std::size_t byte = Sets == 2 ? k % 2 * 8 + k / 2 : k,
+                                  first = Sets == 0 ? k : byte / 8 * 16 + byte % 8;
+                of[2 * k] = static_cast<std::uint16_t>(first);
+                of[2 * k + 1] = static_cast<std::uint16_t>(first + (Sets == 0 ? 16 : 8));
+            }
+            return of;
+        }();
+        return _mm512_load_si512(order.data());
+    }
     template <class T>
     static KVQ_INLINE floats widen(__m256i values) {
         if constexpr (std::same_as<T, float16>)

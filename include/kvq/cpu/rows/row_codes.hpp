@@ -2,15 +2,14 @@
 // multiplies bytes faster than floats.
 //
 //   turn_keys<Lanes, Nibbles>      [width tokens][word of 4 channels]: a word of each token in a vector
-//   pair_values<Lanes>             [two tokens][16 channels]: bytes of the two beside each other
 //   begin_code_operands            x as 16 bits
 //   code_keys<Lanes, Q>            y[i][t] = sum_g scale[g][t] sum_c code[t][c] x[i][c]
 //   code_weights<Lanes, Q>         w[i][t] scale[g][t] as 16 bits, for four groups of channels
-//   code_values<Lanes, Q, V>       y[i][c] += step[i][g] sum_t number[t][c] w[i][g][t]
+//   code_values<Lanes, Q>          y[i][c] = step[i][g] sum_t number[t][c] w[i][g][t]
 //
-// A code of keys is an unsigned byte: the number plus an offset. Numbers of values are signed, as words of 16
-// bits, two tokens in a product. Half bytes are looked up in a table. What codes are multiplied with has 16
-// bits: the largest magnitude of an operand, or of the weights of a group in a pass, is 32512.
+// A code is an unsigned byte: the number plus an offset. Half bytes are looked up in a table. A product takes
+// four channels of keys, or four tokens of values. What codes are multiplied with has 16 bits, as two bytes:
+// the largest magnitude of an operand, or of the weights of a group in a pass, is 32512.
 // Contract: integer sums are exact; all else as row_kernels.hpp. Nothing outside of the rows is read.
 #pragma once
 
@@ -21,8 +20,9 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 /// Instruction sets with these kernels.
 template <class Lanes>
 inline constexpr bool multiplies_codes =
-    !Lanes::word_products && Lanes::width == 16 && requires(typename Lanes::ints(&v)[2]) {
-    Lanes::interleave_bytes(v);
+    !Lanes::word_products && Lanes::width == 16 &&
+    requires(const std::byte* const (&p)[4], typename Lanes::ints (&v)[2]) {
+    Lanes::turn_thirty_two(p, v[0], v);
 };
 
 /// How rows are read as codes.
@@ -115,10 +115,11 @@ constexpr int turned_bytes(bool nibbles) noexcept {
 inline int bytes_of_128(const row_pass& r, bool nibbles) {
     return r.front > 0 ? 4 * r.chunk_bytes : nibbles ? 64 : 128;
 }
+/// Without branches: of a line twice costs less.
 KVQ_INLINE void prefetch_128(const std::byte* from, int bytes) {
     detail::prefetch(from);
-    if (bytes > 64) detail::prefetch(from + 64);
-    if (bytes > 128) detail::prefetch(from + 128);
+    detail::prefetch(from + detail::smaller(bytes - 1, 64));
+    detail::prefetch(from + detail::smaller(bytes - 1, 128));
 }
 
 /// The codes in the bytes of a, or in its low half bytes.
@@ -166,40 +167,6 @@ KVQ_NOINLINE void turn_keys(const row_pass& pass, const code_rows& codes, int fi
                     to += bytes;
                 }
             }
-        }
-    }
-}
-
-/// Bytes of two tokens in a vector of half bytes of rows.
-inline constexpr int pair_bytes = 256;
-/// Where 16 channels of them lie: even ones before odd ones.
-constexpr int pair_place(int sixteen) noexcept { return (sixteen % 2 * 4 + sixteen / 2) * 32; }
-
-/// Numbers of half bytes, of vector v of the rows.
-template <class Lanes>
-KVQ_NOINLINE void pair_values(const row_pass& pass, const code_rows& codes, int v, std::byte* out) {
-    using ints = typename Lanes::ints;
-    const row_pass r = pass;
-    const code_loader<Lanes, true> loader(r, v);
-    const std::uint32_t back = (256u - static_cast<std::uint32_t>(codes.offset)) * 0x01010101u;
-    const ints table =
-        Lanes::add_bytes(Lanes::sixteen_bytes(codes.table),
-                         Lanes::splat(static_cast<std::int32_t>(codes.offset > 0 ? back : 0u)));
-    const int end = detail::round_up(r.tokens, 4);
-    for (int t = 0; t < end; t += 2, out += pair_bytes) {
-        ints two[2];
-        KVQ_UNROLL
-        for (int k = 0; k < 2; ++k) {
-            two[k] = loader.load(r.rows[t + k]);
-        }
-        Lanes::interleave_bytes(two);
-        KVQ_UNROLL
-        for (int k = 0; k < 2; ++k) {
-            ints numbers[2] = {codes_of<Lanes, true>(two[k], table),
-                               codes_of<Lanes, true>(Lanes::template shift_right<4>(two[k]), table)};
-            Lanes::interleave_lanes(numbers);
-            Lanes::store(out + k * pair_bytes / 2, numbers[0]);
-            Lanes::store(out + k * pair_bytes / 2 + pair_bytes / 4, numbers[1]);
         }
     }
 }
@@ -328,18 +295,25 @@ KVQ_NOINLINE void code_keys(const std::byte* codes, std::ptrdiff_t second, const
 /// Groups of weights that are prepared together: their maxima fill a vector.
 inline constexpr int weight_groups = 4;
 
-/// Weights of four groups, two tokens in a word: [group][16 tokens][tokens 2k + h of fours][four][operand],
-/// and of each group and operand a step, and the sum of weights times minima.
+/// Weights of four groups, of four tokens in a word, and of each group and operand -offset times their sum, a
+/// step, and the sum of weights times minima.
 struct code_weight_space {
-    std::uint32_t words[weight_groups][tokens_of_pass / 16][2][4][4];
+    std::uint32_t words[weight_groups * 2][tokens_of_pass];
+    std::int32_t starts[weight_groups * 4];
     float steps[weight_groups * 4], of_minima[weight_groups * 4];
 };
+/// Words of an operand and four tokens, from token 0 on: high bytes of Sets groups, then low ones.
+template <int Sets>
+KVQ_INLINE std::ptrdiff_t weight_place(int group, int operand) noexcept {
+    return (2 * group + (Sets == 1 ? operand / 2 : operand)) * tokens_of_pass +
+           (Sets == 1 ? operand % 2 * 2 : 0);
+}
 
 /// w: count rows of Q, w_stride apart. False: products are not finite.
-template <class Lanes, int Q>
+template <class Lanes, int Q, int Sets>
 KVQ_NOINLINE bool code_weights(const float* w, std::ptrdiff_t w_stride, int count, int tokens, int groups,
                                const float* scales, const float* minima, std::ptrdiff_t scale_stride,
-                               code_weight_space& to) {
+                               int offset, code_weight_space& to) {
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
     constexpr int width = Lanes::width;
@@ -356,8 +330,8 @@ KVQ_NOINLINE bool code_weights(const float* w, std::ptrdiff_t w_stride, int coun
         const int rest = tokens - t;
         if (rest > 0) of(t, [&](const float* p) KVQ_INLINE_LAMBDA { return Lanes::load_floats(p, rest); });
     };
-    ints most[width];
-    for (int k = 0; k < width; ++k) most[k] = Lanes::splat(0);
+    ints most[width], sums[width];
+    for (int k = 0; k < width; ++k) most[k] = sums[k] = Lanes::splat(0);
     for (int g = 0; g < groups; ++g) {
         floats largest[Q], of_minima[Q];
         KVQ_UNROLL
@@ -387,90 +361,157 @@ KVQ_NOINLINE bool code_weights(const float* w, std::ptrdiff_t w_stride, int coun
     float inverses[width];
     Lanes::store_floats(inverses, Lanes::divide(Lanes::splat_float(1.0f), step));
     Lanes::store_floats(to.steps, step);
-    for (int g = 0; g < groups; ++g) {
-        floats by[Q];
+    // In a float of this size the lowest bits are a whole number. 128: high_low_pairs.
+    constexpr float zero_weight = 0x1.8p23f + 128.0f;
+    const auto whole = Lanes::splat_float(zero_weight);
+    const ints zero_weights =
+        Lanes::splat(static_cast<std::int32_t>(detail::bit_cast<std::uint32_t>(zero_weight) *
+                                               static_cast<std::uint32_t>(detail::ceil_div(tokens, width))));
+    for (int g = 0; g < groups; g += Sets) {
+        constexpr int planes = Q == 1 ? 1 : 2 * Sets;
+        floats by[Sets][Q];
+        ints sum[Sets][Q];
         KVQ_UNROLL
-        for (int i = 0; i < Q; ++i) by[i] = Lanes::splat_float(inverses[4 * g + i]);
-        each_vector([&](int t, const auto& load) KVQ_INLINE_LAMBDA {
-            const floats scale = load(scales + g * scale_stride + t);
-            ints a[4];
+        for (int s = 0; s < Sets; ++s) {
             KVQ_UNROLL
-            for (int i = 0; i < 4; ++i)
-                a[i] = i < Q ? Lanes::round(
-                                   Lanes::multiply(Lanes::multiply(load(row[i % Q] + t), scale), by[i % Q]))
-                             : Lanes::splat(0);
-            Lanes::store_word_pairs_of_four(to.words[g][t / 16][0][0], a);
+            for (int i = 0; i < Q; ++i) {
+                by[s][i] = Lanes::splat_float(g + s < groups ? inverses[4 * (g + s) + i] : 0.0f);
+                sum[s][i] = Lanes::splat(0);
+            }
+        }
+        std::uint32_t* const words = to.words[2 * g];
+        each_vector([&](int t, const auto& load) KVQ_INLINE_LAMBDA {
+            ints a[Sets][Q];
+            KVQ_UNROLL
+            for (int s = 0; s < Sets; ++s) {
+                const floats scale = load(scales + detail::smaller(g + s, groups - 1) * scale_stride + t);
+                KVQ_UNROLL
+                for (int i = 0; i < Q; ++i) {
+                    a[s][i] = Lanes::as_ints(
+                        Lanes::multiply_add(Lanes::multiply(load(row[i] + t), scale), by[s][i], whole));
+                    sum[s][i] = Lanes::add(sum[s][i], a[s][i]);
+                }
+            }
+            KVQ_UNROLL
+            for (int k = 0; k < planes; ++k) {
+                const ints all =
+                    Sets == 1 ? Lanes::template high_low_pairs<false>(a[0][2 * k % Q], a[0][(2 * k + 1) % Q])
+                              : Lanes::template high_low_pairs<true>(a[0][k % Q], a[Sets - 1][k % Q]);
+                Lanes::store(reinterpret_cast<std::byte*>(words + k * tokens_of_pass + t), all);
+            }
         });
+        KVQ_UNROLL
+        for (int s = 0; s < Sets; ++s) {
+            KVQ_UNROLL
+            for (int i = 0; i < Q; ++i)
+                sums[4 * (g + s) + i] =
+                    Lanes::as_ints(Lanes::to_floats(Lanes::subtract(sum[s][i], zero_weights)));
+        }
     }
+    // Sums of whole numbers below 2^24.
+    float all[width];
+    Lanes::store_floats(all, Lanes::merge_lanes(sums, [](floats a, floats b) { return Lanes::add(a, b); }));
+    for (int k = 0; k < width; ++k) to.starts[k] = -offset * static_cast<std::int32_t>(all[k]);
     return true;
 }
 
-/// Values of some groups: bytes of the rows at channel group `from` (V = 2), or what pair_values wrote of a
-/// vector. V: vectors of 16 channels of a group. y: Q rows, where four (bytes), eight or single (pairs)
-/// neighbours of 32 channels are in turns in the first and second vector.
-template <class Lanes, int Q, int V, bool Nibbles>
-KVQ_NOINLINE void code_values(const row_pass& pass, const std::byte* pairs, int vector, int from, int groups,
-                              const code_weight_space& weights, bool minima, float unit, float* y,
+/// Where code_values has the channels of a chunk: bytes; half bytes in order, in pairs, in pairs of two
+/// groups.
+struct value_places {
+    std::int32_t of[4][row_chunk];
+};
+inline constexpr value_places where_values_are = [] {
+    value_places p{};
+    for (int c = 0; c < row_chunk; ++c) {
+        p.of[0][c] = c / 8 % 2 * 16 + c / 16 * 8 + c % 8;
+        p.of[1][c] = c;
+        p.of[2][c] = c % 2 * 16 + c / 2;
+        p.of[3][c] = c % 2 * 16 + c % 16 / 2 * 2 + c / 16;
+    }
+    return p;
+}();
+
+/// Values of chunks of 32 channels, whose weights lie in `weights` from its beginning on. Sets: groups of a
+/// chunk. half: null, or the last chunk's rows, 16 bytes apart, if it is half of one. y: Q rows.
+template <class Lanes, int Q, bool Nibbles, int Sets>
+KVQ_NOINLINE void code_values(const row_pass& pass, const code_rows& codes, int from, int chunks,
+                              const std::byte* half, const code_weight_space& weights, bool minima, float* y,
                               std::ptrdiff_t y_stride) {
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
+    constexpr int width = Lanes::width;
     const row_pass r = pass;
-    [[maybe_unused]] const int next_bytes = bytes_of_128(r, Nibbles);
-    [[maybe_unused]] const std::ptrdiff_t of_next = std::ptrdiff_t{vector} * next_bytes;
-    [[maybe_unused]] int row = detail::smaller(from * V * r.tokens / 8, r.tokens - 1);
-    for (int g = 0; g < groups; ++g, y += V * Lanes::width) {
-        ints sum[Q][V];
+    const ints table = table_of<Lanes, Nibbles>(codes);
+    const int next_bytes = bytes_of_128(r, Nibbles);
+    // Of each group in lanes that take turns.
+    const auto of_groups = [](const auto* x, int behind) KVQ_INLINE_LAMBDA {
+        float both[Sets];
+        for (int s = 0; s < Sets; ++s) std::memcpy(both + s, x + s * behind, sizeof(float));
+        if constexpr (Sets == 2)
+            return Lanes::splat_pair(both);
+        else
+            return Lanes::splat_float(both[0]);
+    };
+    const std::int32_t* const places = where_values_are.of[!Nibbles ? 0 : !codes.pairs ? 1 : 1 + Sets];
+    for (int c = from; c < from + chunks; ++c, y += row_chunk) {
+        const int group = (c - from) * Sets;
+        ints high[Q][2], low[Q][2];
         KVQ_UNROLL
         for (int i = 0; i < Q; ++i) {
-            KVQ_UNROLL
-            for (int v = 0; v < V; ++v) sum[i][v] = Lanes::splat(0);
+            high[i][0] = high[i][1] = Lanes::splat(0);
+            low[i][0] = low[i][1] = Lanes::as_ints(of_groups(weights.starts + 4 * group + i, 4));
         }
-        const std::ptrdiff_t chunk = std::ptrdiff_t{from + g} * r.chunk_bytes;
-        // A line of each row with a group, of as many as there are.
-        [[maybe_unused]] const std::ptrdiff_t line = std::ptrdiff_t{from + g} * 64;
-        [[maybe_unused]] const bool prefetches = line < std::ptrdiff_t{r.chunks()} * r.chunk_bytes;
-        const auto* w = reinterpret_cast<const std::uint32_t*>(weights.words[g]);
-        for (int t = 0; t < r.tokens; t += 4, w += t % 16 == 0 ? 20 : 4) {
-            if constexpr (Nibbles)  // all rows, in the time of all groups
-                if (V == 2 || t % 8 == 0) {
-                    prefetch_128(r.next[row] + of_next, next_bytes);
-                    row += row < r.tokens - 1 ? 1 : 0;
-                }
+        const std::ptrdiff_t at = std::ptrdiff_t{c} * r.chunk_bytes + r.front;
+        // A row with four tokens: all of them in the time of four chunks.
+        const std::ptrdiff_t of_next = std::ptrdiff_t{c / 4} * next_bytes;
+        const std::byte* const* next = r.next + c % 4 * r.tokens / 4;
+        const std::uint32_t* w[Q];
+        KVQ_UNROLL
+        for (int i = 0; i < Q; ++i) w[i] = weights.words[0] + weight_place<Sets>(group, i);
+        for (std::ptrdiff_t t = 0; t < r.tokens; t += 4, ++next) {
+            prefetch_128(*next + of_next, next_bytes);
+            const std::byte* rows[4];
             KVQ_UNROLL
-            for (int h = 0; h < 2; ++h) {
-                ints x[2];
-                if constexpr (Nibbles) {
-                    KVQ_UNROLL
-                    for (int v = 0; v < V; ++v)
-                        x[v] =
-                            Lanes::load_bytes_as_halves(pairs + std::ptrdiff_t{t + 2 * h} * (pair_bytes / 2) +
-                                                        pair_place(V * (from + g) + v));
-                } else {
-                    KVQ_UNROLL
-                    for (int k = 0; k < 2; ++k) {
-                        if (prefetches) detail::prefetch(r.next[t + 2 * h + k] + line);
-                        x[k] = Lanes::load_bytes_as_halves(r.rows[t + 2 * h + k] + chunk + r.front);
-                    }
-                    Lanes::interleave_halves(x);
-                }
+            for (int k = 0; k < 4; ++k) rows[k] = r.rows[t + k] + at;
+            ints x[2];
+            if constexpr (Nibbles) {
+                if (half && c >= r.whole_chunks())
+                    for (int k = 0; k < 4; ++k) rows[k] = half + (t + k) * (row_chunk / 2);
+                const ints bytes = Lanes::template turn_sixteen<Sets>(rows);
+                x[0] = codes_of<Lanes, true>(bytes, table);
+                x[1] = codes_of<Lanes, true>(Lanes::template shift_right<4>(bytes), table);
+            } else {
+                Lanes::turn_thirty_two(rows, table, x);
+            }
+            KVQ_UNROLL
+            for (int i = 0; i < Q; ++i) {
+                const ints of_high = Lanes::as_ints(of_groups(w[i] + t, 1)),
+                           of_low = Lanes::as_ints(of_groups(w[i] + t + Sets, 1));
                 KVQ_UNROLL
-                for (int i = 0; i < Q; ++i) {
-                    const ints weight = Lanes::splat(static_cast<std::int32_t>(w[16 * h + i]));
-                    KVQ_UNROLL
-                    for (int v = 0; v < V; ++v) sum[i][v] = Lanes::dot_word_pairs(sum[i][v], x[v], weight);
+                for (int v = 0; v < 2; ++v) {
+                    high[i][v] = Lanes::template dot<8>(high[i][v], x[v], of_high);
+                    low[i][v] = Lanes::template dot<8>(low[i][v], x[v], of_low);
                 }
             }
         }
         KVQ_UNROLL
         for (int i = 0; i < Q; ++i) {
-            const int at = 4 * g + i;
-            const floats step = Lanes::splat_float(weights.steps[at] * unit),
-                         shift = Lanes::splat_float(minima ? weights.of_minima[at] : 0.0f);
+            const int of = 4 * group + i;
+            const floats step = Lanes::multiply(of_groups(weights.steps + of, 4),
+                                                Lanes::splat_float(codes.unit)),
+                         shift = minima ? of_groups(weights.of_minima + of, 4) : Lanes::splat_float(0.0f);
+            floats all[2];
             KVQ_UNROLL
-            for (int v = 0; v < V; ++v) {
-                float* const to = y + i * y_stride + v * Lanes::width;
-                Lanes::store_floats(to, Lanes::multiply_add(Lanes::to_floats(sum[i][v]), step, shift));
-            }
+            for (int v = 0; v < 2; ++v)
+                all[v] = Lanes::multiply_add(
+                    Lanes::to_floats(Lanes::add(Lanes::template shift_left<8>(high[i][v]), low[i][v])), step,
+                    shift);
+            KVQ_UNROLL
+            for (int v = 0; v < 2; ++v)
+                Lanes::store_floats(
+                    y + i * y_stride + v * width,
+                    Lanes::lookup(all[0], all[1],
+                                  Lanes::load(reinterpret_cast<const std::byte*>(places + v * width))));
         }
     }
 }

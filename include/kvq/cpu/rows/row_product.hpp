@@ -67,7 +67,7 @@ public:
         decoded_ = at;
         at += detail::round_up(detail::larger(static_cast<std::size_t>(tokens) *
                                                   static_cast<std::size_t>(padded_) * sizeof(float),
-                                              by_codes_ ? code_bytes(s.role, tokens) : 0),
+                                              by_codes_ ? code_bytes() : 0),
                                std::size_t{64});
         if (by_codes_) {
             operands_ = take(detail::ceil_div(n, row_key_operands), code_operands::floats(dim_, groups_));
@@ -130,7 +130,7 @@ public:
             prepared p = prepare(rows, from + first, here, ahead, workspace);
             finite = finite && p.finite;
             if (values_by_codes(p, w + first, w_stride, workspace)) {
-                add_code_sums(sums, y, y_stride, add || first > 0);
+                add_sums(sums, 1.0f, 0, y, y_stride, add || first > 0);
                 continue;
             }
             prepare_floats(rows, p, workspace);
@@ -177,27 +177,6 @@ private:
     static void put(const float* sums, int n, float factor, float* y, bool add) {
         for (int k = 0; k < n; ++k) y[k] = (add ? y[k] : 0.0f) + sums[k] * factor;
     }
-    /// Four or eight lanes of two vectors are in turns, or even channels before odd ones.
-    void add_code_sums(const float* sums, float* y, std::ptrdiff_t y_stride, bool add) const {
-        const auto in_turns = [&]<std::size_t Run>(std::integral_constant<std::size_t, Run>) {
-            for (int i = 0; i < n_; ++i)
-                for (int c = 0; c < dim_; c += row_chunk) {
-                    const float* const from = sums + i * padded_ + c;
-                    float chunk[row_chunk];  // which nothing that is read can be
-                    for (std::size_t k = 0; k < row_chunk; k += 2 * Run) {
-                        std::memcpy(chunk + k, from + k / 2, Run * sizeof(float));
-                        std::memcpy(chunk + k + Run, from + row_chunk / 2 + k / 2, Run * sizeof(float));
-                    }
-                    put(chunk, row_chunk, 1.0f, y + i * y_stride + c, add);
-                }
-        };
-        if (codes_of_layout_.pairs)
-            add_sums(sums, 1.0f, 8, y, y_stride, add);
-        else if (codes_of_layout_.of_bytes)
-            in_turns(std::integral_constant<std::size_t, 4>());
-        else
-            in_turns(std::integral_constant<std::size_t, 8>());
-    }
     /// pairs: even channels in as many lanes, then odd ones; 0: in order.
     void add_sums(const float* sums, float factor, int pairs, float* y, std::ptrdiff_t y_stride,
                   bool add) const {
@@ -218,12 +197,10 @@ private:
         }
     }
 
-    /// Of keys: two vectors of tokens; of values: pairs of tokens, of a vector of half bytes.
-    std::size_t code_bytes(tensor role, int tokens) const {
-        return role == tensor::key
-                   ? static_cast<std::size_t>(2 * row_vectors_of<Lanes>(dim_, codes_of_layout_.of_nibbles) *
-                                              turned_bytes<Lanes>(codes_of_layout_.of_nibbles))
-                   : static_cast<std::size_t>(detail::round_up(tokens, 4)) * (pair_bytes / 2);
+    /// Two vectors of tokens.
+    std::size_t code_bytes() const {
+        return static_cast<std::size_t>(2 * row_vectors_of<Lanes>(dim_, codes_of_layout_.of_nibbles) *
+                                        turned_bytes<Lanes>(codes_of_layout_.of_nibbles));
     }
     code_operands operands_of(int i, std::byte* workspace) const {
         auto* const all = reinterpret_cast<float*>(workspace + operands_);
@@ -270,38 +247,47 @@ private:
                 if (!all_finite(w + i * w_stride, p.pass.tokens)) return false;
             auto& weights = *reinterpret_cast<code_weight_space*>(workspace + weights_);
             auto* const sums = reinterpret_cast<float*>(workspace);
-            const bool nibbles = codes_of_layout_.of_nibbles;
-            std::byte* const pairs = workspace + decoded_;
-            // Groups of a vector of half bytes.
-            const int group = dim_ / groups_, together = nibbles ? 128 / group : weight_groups;
-            for (int first = 0; first < groups_; first += together) {
-                const int end = detail::smaller(groups_, first + together);
-                if (nibbles) pair_values<Lanes>(p.pass, codes_of_layout_, first / together, pairs);
-                for (int i = 0; i < n_; i += row_key_operands) {
-                    const int count = detail::smaller(n_ - i, row_key_operands);
-                    for (int g = first; g < end; g += weight_groups) {
-                        const int here = detail::smaller(end - g, weight_groups), at = g * tokens_of_pass;
-                        const float* const minima = p.pass.minima ? p.pass.minima + at : nullptr;
-                        if (!(count > 1 ? code_weights<Lanes, 4>
-                                        : code_weights<Lanes, 1>)(w + i * w_stride, w_stride, count,
-                                                                  p.pass.tokens, here, p.pass.scales + at,
-                                                                  minima, tokens_of_pass, weights))
-                            return false;
-                        const auto of = !nibbles      ? (count > 1 ? &code_values<Lanes, 4, 2, false>
-                                                                   : &code_values<Lanes, 1, 2, false>)
-                                        : group == 16 ? (count > 1 ? &code_values<Lanes, 4, 1, true>
-                                                                   : &code_values<Lanes, 1, 1, true>)
-                                        : count > 1   ? &code_values<Lanes, 4, 2, true>
-                                                      : &code_values<Lanes, 1, 2, true>;
-                        of(p.pass, pairs, first / together, nibbles ? g - first : g, here, weights,
-                           minima != nullptr, codes_of_layout_.unit, sums + i * padded_ + g * group, padded_);
-                    }
+            const bool nibbles = codes_of_layout_.of_nibbles, sixteens = layout_.channels == 16;
+            const std::byte* const half = half_chunk(p.pass, workspace + end_);
+            // Groups of a chunk.
+            const int sets = sixteens ? 2 : 1;
+            for (int i = 0; i < n_; i += row_key_operands) {
+                const int count = detail::smaller(n_ - i, row_key_operands);
+                for (int g = 0; g < groups_; g += weight_groups) {
+                    const int here = detail::smaller(groups_ - g, weight_groups), at = g * tokens_of_pass;
+                    const float* const minima = p.pass.minima ? p.pass.minima + at : nullptr;
+                    const auto prepare_weights =
+                        sixteens ? (count > 1 ? &code_weights<Lanes, 4, 2> : &code_weights<Lanes, 1, 2>)
+                                 : (count > 1 ? &code_weights<Lanes, 4, 1> : &code_weights<Lanes, 1, 1>);
+                    if (!prepare_weights(w + i * w_stride, w_stride, count, p.pass.tokens, here,
+                                         p.pass.scales + at, minima, tokens_of_pass, codes_of_layout_.offset,
+                                         weights))
+                        return false;
+                    const auto of =
+                        !nibbles ? (count > 1 ? &code_values<Lanes, 4, false, 1>
+                                              : &code_values<Lanes, 1, false, 1>)
+                        : sixteens
+                            ? (count > 1 ? &code_values<Lanes, 4, true, 2> : &code_values<Lanes, 1, true, 2>)
+                        : count > 1 ? &code_values<Lanes, 4, true, 1>
+                                    : &code_values<Lanes, 1, true, 1>;
+                    of(p.pass, codes_of_layout_, g / sets, detail::ceil_div(here, sets), half, weights,
+                       minima != nullptr, sums + i * padded_ + g / sets * row_chunk, padded_);
                 }
             }
             return true;
         } else {
             return false;
         }
+    }
+
+    /// The rows of the last chunk if it is half of one, with as many bytes as a whole one.
+    const std::byte* half_chunk(const row_pass& r, std::byte* to) const {
+        constexpr int bytes = row_chunk / 2;
+        if (dim_ % row_chunk == 0) return nullptr;
+        for (int t = 0; t < detail::round_up(r.tokens, 4); ++t)
+            std::memcpy(to + bytes * t,
+                        r.rows[t] + std::ptrdiff_t{r.whole_chunks()} * r.chunk_bytes + r.front, bytes / 2);
+        return to;
     }
 
     static void find(const row_place& of, int first, int n, const std::byte** rows,
@@ -470,24 +456,38 @@ private:
     void read_halves(const addresses& at, int offset, int tokens, std::byte* bits, float* to) const {
         constexpr int width = Lanes::width;
         const int step = layout_.group_bytes(layout_.channels);
-        // Copies, which no byte that is stored can be.
-        const int groups = groups_, token_step = 2 * token_step_, group_step = 2 * group_step_;
-        int first = 0;
-        for (; first + 4 <= groups; first += 4)
-            for (int t = 0; t < tokens; ++t) {
-                const std::byte* const from = at.rows[t] + offset + first * step;
-                std::byte* const out = bits + t * token_step + first * group_step;
-                KVQ_UNROLL
-                for (int g = 0; g < 4; ++g) std::memcpy(out + g * group_step, from + g * step, 2);
-            }
-        for (; first < groups; ++first)
+        if (!by_codes_) {
             for (int t = 0; t < tokens; ++t)
-                std::memcpy(bits + t * token_step + first * group_step, at.rows[t] + offset + first * step,
-                            2);
-        const int lines = by_codes_ ? groups_ : 1, n = by_codes_ ? tokens : tokens * groups_;
-        for (int g = 0; g < lines; ++g)
-            for (int i = g * group_step_; i < g * group_step_ + n; i += width)
+                for (int g = 0; g < groups_; ++g)
+                    std::memcpy(bits + 2 * (t * groups_ + g), at.rows[t] + offset + g * step, 2);
+            for (int i = 0; i < tokens * groups_; i += width)
                 Lanes::store_floats(to + i, Lanes::template load_values<float16>(bits + 2 * i));
+            return;
+        }
+        for (int g = 0; g < groups_; g += 4, to += 4 * tokens_of_pass) {
+            const int here = detail::smaller(groups_ - g, 4);
+            std::ptrdiff_t place[4];  // of four groups, or of the last one again
+            for (int k = 0; k < 4; ++k)
+                place[k] = offset + std::ptrdiff_t{g + detail::smaller(k, here - 1)} * step;
+            const int half = 4 * detail::round_up(tokens, width);
+            for (int t = 0; t < tokens; ++t) {
+                const std::byte* const row = at.rows[t];
+                const auto two = [&](int k) KVQ_INLINE_LAMBDA {
+                    return std::uint32_t{detail::load_as<std::uint16_t>(row + place[k])} |
+                           std::uint32_t{detail::load_as<std::uint16_t>(row + place[k + 1])} << 16;
+                };
+                const std::uint32_t first = two(0), second = two(2);
+                std::memcpy(bits + 4 * t, &first, 4);
+                std::memcpy(bits + half + 4 * t, &second, 4);
+            }
+            for (int t = 0; t < tokens; t += width)
+                for (int k = 0; k < here; ++k) {
+                    const auto words = Lanes::load(bits + k / 2 * half + 4 * t);
+                    Lanes::store_floats(to + k * tokens_of_pass + t,
+                                        k % 2 == 0 ? Lanes::template halves<float16, 0>(words)
+                                                   : Lanes::template halves<float16, 1>(words));
+                }
+        }
     }
     /// The numbers of the last channels, which are no whole chunk, divided by the unit.
     void read_ends(const addresses& at, int tokens, float* to) const {
