@@ -121,7 +121,8 @@ typedef struct kvq_cuda_cache_options {
     /// KVQ_NONE. Sequences whose keys get a plan are 16 bit up to statistics_tokens; 0: 512; at least 64
     int32_t key_statistics;
     int32_t statistics_tokens;
-    /// MiB at most, for prompts on sm_90a: a layer's pages as half floats, in the memory of prompts; 0: none
+    /// MiB at most, for prompts on sm_90a: a layer's pages as half floats, in the memory of prompts. 0: what
+    /// they can use, up to 1/128 of the device's memory or what one kv head needs; KVQ_NONE: none
     int32_t prompt_scratch_mib;
 } kvq_cuda_cache_options;
 
@@ -592,12 +593,16 @@ KVQ_API kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const 
                                          size_t workspace_bytes, void* stream);
 /// Attention of new tokens over sequences as they are before them, and over each other, causal. Rows
 /// starts[s] to starts[s + 1] - 1 are those of sequence s; starts: [sequences + 1]. most_new_tokens: of one
-/// sequence. Nothing is stored.
+/// sequence. Nothing is stored. workspace: of any content, a multiple of 16; NULL: none, which is slower on
+/// sm_90a.
 KVQ_API kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cuda_layer* layer,
                                           const kvq_tensor* k, const kvq_tensor* v, const kvq_tensor* q,
                                           const kvq_tensor* out, const int32_t* starts,
                                           int32_t most_new_tokens, const kvq_cuda_attend_options* options,
-                                          void* stream);
+                                          void* workspace, size_t workspace_bytes, void* stream);
+/// Bytes of its workspace, for `heads` kv heads at a time, 0: all; 0 where the device takes none.
+KVQ_API kvq_status kvq_cuda_pages_prefill_bytes(const kvq_cuda_kernels* kernels, const kvq_cuda_layer* layer,
+                                                int32_t most_new_tokens, int32_t heads, size_t* bytes);
 
 #ifdef __cplusplus
 }

@@ -115,9 +115,8 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     c.pool_tokens = o.pool_tokens;
     c.pool_sequences = o.pool_sequences;
     c.growing = o.fixed == 0;
-    expect(o.prompt_scratch_mib >= 0, KVQ_ERROR_ARGUMENT, "options.prompt_scratch_mib is ",
-           o.prompt_scratch_mib);
-    c.prompt_scratch = static_cast<std::size_t>(o.prompt_scratch_mib) << 20;
+    if (o.prompt_scratch_mib != 0)
+        c.prompt_scratch = static_cast<std::size_t>(or_default(o.prompt_scratch_mib, 0)) << 20;
     c.pool_states = o.pool_states;
     c.snapshots = snapshots_of(o);
     c.rotary = rotary_list(o);

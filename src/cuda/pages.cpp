@@ -424,7 +424,8 @@ kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const kvq_cuda
 kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cuda_layer* layer,
                                   const kvq_tensor* k, const kvq_tensor* v, const kvq_tensor* q,
                                   const kvq_tensor* out, const int32_t* starts, int32_t most_new_tokens,
-                                  const kvq_cuda_attend_options* options, void* stream) {
+                                  const kvq_cuda_attend_options* options, void* workspace,
+                                  size_t workspace_bytes, void* stream) {
     return guard([&] {
         const kvq::cuda::device_format& of = get(kernels, "kernels").format;
         const kvq_cuda_layer given = read_struct(layer, "layer");
@@ -436,10 +437,22 @@ kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cud
         expect(o.ancestors == nullptr && o.alibi_slopes == nullptr, KVQ_ERROR_ARGUMENT,
                "a prompt has no tree of drafted tokens and no ALiBi");
         const auto l = view_of_layer(of, given);
+        kvq::cuda::prefill_options p = prefill_of(o);
+        p.scratch = {workspace, workspace_bytes};
         const auto* const strided = strided_of(of, l);
         check((strided != nullptr ? strided->prefill : of.functions->prefill)(
-            l, keys, values, queries, to, starts, most_new_tokens, prefill_of(o), stream_of(stream),
-            nullptr));
+            l, keys, values, queries, to, starts, most_new_tokens, p, stream_of(stream), nullptr));
+    });
+}
+
+kvq_status kvq_cuda_pages_prefill_bytes(const kvq_cuda_kernels* kernels, const kvq_cuda_layer* layer,
+                                        int32_t most_new_tokens, int32_t heads, size_t* bytes) {
+    return guard([&] {
+        const kvq::cuda::device_format& of = get(kernels, "kernels").format;
+        const auto l = view_of_layer(of, read_struct(layer, "layer"));
+        expect(most_new_tokens >= 0 && heads >= 0, KVQ_ERROR_ARGUMENT, most_new_tokens, " new tokens, ",
+               heads, " heads");
+        place(bytes, "bytes") = of.functions->prompt_scratch_bytes(l, 0, most_new_tokens, heads);
     });
 }
 }

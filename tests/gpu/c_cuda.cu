@@ -1470,8 +1470,13 @@ void pages_of_the_caller() {
                          tq = tensor_of(dq2.get(), many, q_heads),
                          to_device = tensor_of(out.get(), many, q_heads);
         out.poison();
+        std::size_t bytes = 0, of_all = 0;
+        OK(kvq_cuda_pages_prefill_bytes(kernels, &layer, added[0], 1, &bytes));
+        OK(kvq_cuda_pages_prefill_bytes(kernels, &layer, added[0], 0, &of_all));
+        CHECK(bytes == 0 ? of_all == 0 : of_all > bytes, "%zu bytes for a head, %zu for all", bytes, of_all);
+        const test::device_buffer<std::byte> space(bytes);
         OK(kvq_cuda_pages_prefill(kernels, &layer, &tk, &tv, &tq, &to_device, starts.get(), added[0],
-                                  &options, stream));
+                                  &options, space.get(), bytes, stream));
         CUDA_OK(cudaStreamSynchronize(stream));
         const auto got = out.download();
         host_call.lse = nullptr;
@@ -1823,8 +1828,8 @@ void strided_pages() {
     const kvq_tensor tk = tensor_of(dk.get(), many, heads), tv = tensor_of(dv.get(), many, heads),
                      tq2 = tensor_of(dq.get(), many, queries), to2 = tensor_of(out.get(), many, queries);
     out.poison();
-    OK(kvq_cuda_pages_prefill(kernels, &layer, &tk, &tv, &tq2, &to2, starts.get(), added[0], nullptr,
-                              nullptr));
+    OK(kvq_cuda_pages_prefill(kernels, &layer, &tk, &tv, &tq2, &to2, starts.get(), added[0], nullptr, nullptr,
+                              0, nullptr));
     CUDA_OK(cudaStreamSynchronize(nullptr));
     got = out.download();
     for (int s = 0, first = 0; s < sequences; first += added[s++])
@@ -1987,7 +1992,8 @@ void pages_with_signs() {
     const uploaded<std::int32_t> starts({0, many});
     const kvq_tensor tk2 = tensor_of(dk2.get(), many, kv_heads), tv2 = tensor_of(dv2.get(), many, kv_heads),
                      tq2 = tensor_of(dq2.get(), many, q_heads), to2 = tensor_of(out.get(), many, q_heads);
-    OK(kvq_cuda_pages_prefill(kernels, &layer, &tk2, &tv2, &tq2, &to2, starts.get(), many, nullptr, stream));
+    OK(kvq_cuda_pages_prefill(kernels, &layer, &tk2, &tv2, &tq2, &to2, starts.get(), many, nullptr, nullptr,
+                              0, stream));
     CUDA_OK(cudaStreamSynchronize(stream));
     want.resize(static_cast<std::size_t>(many * q_heads * dim));
     const kvq_tensor hk2 = tensor_of(k2.data(), many, kv_heads), hv2 = tensor_of(v2.data(), many, kv_heads),

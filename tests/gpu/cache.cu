@@ -149,9 +149,8 @@ struct both_options {
     bool rotates = true;                // keys may move
     key_statistics statistics = key_statistics::off;
     int statistics_tokens = 512;
-    std::size_t prompt_scratch = 0;
+    std::size_t prompt_scratch = cuda::automatic_scratch;
 };
-constexpr std::size_t some_scratch = std::size_t{8} << 20;  // for a layer's pages as half floats
 
 /// How keys are rotated: layers differ in where the pairs are, and in how many channels turn.
 std::vector<rotary_embedding> rotations(const both_options& o) {
@@ -2149,6 +2148,10 @@ void check_refusals() {
     refused(open([](auto& o) { o.formats = {}; }, shape), "needs a format");
     refused(open([](auto& o) { o.recent = 0; }, shape), "step_tokens is 1");
     refused(open([](auto& o) { o.rollback = -1; }, shape), "rollback");
+#ifdef TARGET_SM_90A
+    refused(open([](auto& o) { o.prompt_scratch = 1000; }, shape),
+            "prompt_scratch is 1000 bytes, but one kv head of");
+#endif
     refused(open([](auto& o) { o.max_batch = 0; }, shape), "max_batch");
     refused(open([](auto& o) { o.pool_sequences = 1 << 30; }, shape), "pool_sequences is 1073741824");
     refused(open([](auto& o) { o.max_tokens = 0; }, shape), "max_tokens");
@@ -3140,7 +3143,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
         check_lists();
     }
     run({}, 1, "4 sinks, 40 recent", long_run);
-    run({.prompt_scratch = some_scratch}, 9, "keys that move", long_run / 3, 40);
+    run({.prompt_scratch = 0}, 9, "keys that move", long_run / 3, 40);
     run({.sinks = 0, .recent = 3, .rollback = 0, .draft_tokens = 3}, 2, "no sinks, 3 recent", long_run / 2,
         10);
     // Four groups: windows of two lengths, full attention of two shapes and formats.
@@ -3152,8 +3155,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
                                           shared_with(0),
                                           shared_with(3),
                                           shared_with(3)};
-    run({.list = list, .prompt_scratch = some_scratch}, 6, "windows and formats",
-        std::min(long_run / 2, 250));
+    run({.list = list}, 6, "windows and formats", std::min(long_run / 2, 250));
     run({.recent = 90, .rollback = 1, .list = list}, 7, "windows, rollback 1", std::min(long_run / 4, 125));
     const std::vector<kvq::layer> chunks = {
         chunked_attention(70, {.kv_heads = heads, .head_dim = dim}),
@@ -3163,13 +3165,12 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
         cross_layer({.kv_heads = heads, .head_dim = dim}),
         cross_layer({.kv_heads = heads, .head_dim = dim}),
         cross_layer({.kv_heads = 1, .head_dim = dim, .formats = {1, 1}})};
-    run({.list = chunks, .prompt_scratch = some_scratch / 64}, 8, "chunks and another text",
-        std::min(long_run / 2, 250));
+    run({.list = chunks}, 8, "chunks and another text", std::min(long_run / 2, 250));
     run({.sinks = 37, .recent = 70, .rollback = 100, .step_tokens = 1, .draft_tokens = 32}, 3,
         "37 sinks, rollback 100", long_run / 2, 10);
 #elif PART == 3
     if (argc > 1) long_run = std::atoi(argv[1]);
-    history({.draft_tokens = 16, .prompt_scratch = 1 << 20}, 10, "rows of tokens").run(long_run);
+    history({.draft_tokens = 16}, 10, "rows of tokens").run(long_run);
 #elif PART == 2
     if (argc > 1) long_run = std::atoi(argv[1]);
     check_rotations();
@@ -3191,8 +3192,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
                      .rollback = 0,
                      .draft_tokens = 3,
                      .statistics = key_statistics::own,
-                     .statistics_tokens = 64,
-                     .prompt_scratch = some_scratch},
+                     .statistics_tokens = 64},
                     60);
     const std::vector<kvq::layer> list = {sliding_attention(90, {.kv_heads = heads, .head_dim = dim}),
                                           full_attention({.kv_heads = 1, .head_dim = dim}), shared_with(0),

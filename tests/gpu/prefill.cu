@@ -8,7 +8,7 @@
 #include <kvq/page/key_window.hpp>
 #include <string_view>
 
-#include "prefill_tiles.cuh"
+#include "support.cuh"
 
 using namespace kvq;
 
@@ -29,7 +29,6 @@ struct prefill_case {
     int sinks = 4, recent = 128;
     std::vector<int> lengths;     // before the new tokens, sinks included
     std::vector<int> new_tokens;  // of every sequence
-    bool half_scratch = false;    // of two heads; there are too many rows for the reference: bits alone
 };
 
 template <class Format>
@@ -48,10 +47,11 @@ struct own_score {
     KVQ_HD float sink_logit(int head) const { return 0.5f * static_cast<float>(head) - 1.0f; }
 };
 
-/// Second: pages of another format among those of the first one.
+/// Second: pages of another format among those of the first one. alone: without scratch memory. Does the
+/// device take some?
 template <class T, class Quantized, class Window, class Sinks, class Second = Quantized,
           class Score = cuda::unmodified>
-void check_prefill(test::rng& r, const prefill_case& c, const char* name, double* worst) {
+bool check_prefill(test::rng& r, const prefill_case& c, const char* name, double* worst, bool alone) {
     constexpr bool scored = cuda::detail::has_score<Score>;
     constexpr int dim = Quantized::head_dim, page = Quantized::page_tokens;
     const std::size_t sequences = c.lengths.size();
@@ -151,19 +151,17 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
         CUDA_OK(cudaDeviceSynchronize());
         CHECK(status, "%s: %s", name, status.message);
     };
-    // Tiles that are dequantized in front.
     const int most = *std::max_element(c.lengths.begin(), c.lengths.end()),
               most_new = *std::max_element(c.new_tokens.begin(), c.new_tokens.end());
     const auto whole = mixed([](auto ref) { return ref; });
     const std::size_t all = cuda::prefill_scratch_bytes<T>(whole, most, most_new);
     const auto choice = cuda::prefill_kernel<std::remove_const_t<decltype(whole)>, T>();
-    CHECK(all > 0 || std::strcmp(choice.kernel, "prefill_wgmma_kernel") != 0, "%s: no scratch memory", name);
-    const test::device_buffer<std::byte> memory(c.half_scratch ? all / 2 + 1024 : all);
-    const cuda::prefill_scratch in_memory{memory.get(), memory.size(), most};
-    // Strided rows have other kernels, so other bits, without it.
-    const cuda::prefill_scratch usual =
-        cuda::detail::is_strided<Quantized> ? in_memory : cuda::prefill_scratch{};
-    scratch = usual;
+    CHECK((all > 0) == (std::strcmp(choice.kernel, "prefill_wgmma_kernel") == 0), "%s: %zu bytes of scratch",
+          name, all);
+    const test::device_buffer<std::byte> memory(all);
+    const cuda::prefill_scratch in_memory =
+        alone ? cuda::prefill_scratch{} : cuda::prefill_scratch{memory.get(), all, most};
+    scratch = in_memory;
     run(0, sequences, out.get(), lse.get());
     const std::vector<T> got = out.download();
     test::device_buffer<T> again(q.size());
@@ -177,10 +175,26 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
         run(0, sequences, again.get(), nullptr);
         check_again("on another run");
     }
-    scratch = in_memory;
-    again.poison();
-    run(0, sequences, again.get(), lse.get());
-    check_again("through scratch memory");
+    if (all > 0 && !alone) {
+        if (c.kv_heads > 1) {
+            scratch.bytes = all / 4 * 3;
+            again.poison();
+            run(0, sequences, again.get(), nullptr);
+            check_again("with scratch memory for one head at a time");
+        }
+        scratch.bytes = 1024;
+        const auto status = start(0, sequences, again.get(), nullptr);
+        CHECK(!status && std::strstr(status.message, "scratch memory of 1024 bytes, but one kv head"),
+              "%s: %s", name, status.message);
+        if (sequences == 1 && most >= 600 && c.window == 0) {
+            scratch = {memory.get(), all, 1};
+            run(0, 1, again.get(), nullptr);
+            std::size_t numbers = 0;
+            for (const T x : again.download()) numbers += std::isnan(static_cast<float>(x)) ? 0 : 1;
+            CHECK(numbers <= 1, "%s: %zu numbers of a sequence longer than scratch memory knows", name,
+                  numbers);
+        }
+    }
     for (const cuda::prefill_scratch& bad :
          {cuda::prefill_scratch{lse.get() + 1, 4, 1}, cuda::prefill_scratch{lse.get(), 4, -1}}) {
         scratch = bad;
@@ -188,7 +202,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
         CHECK(!status && std::strstr(status.message, "scratch memory at") != nullptr, "%s: %s", name,
               status.message);
     }
-    scratch = usual;
+    scratch = in_memory;
     if (sequences > 1) {
         again.poison();
         for (std::size_t b = 0; b < sequences; ++b) run(b, 1, again.get(), nullptr);
@@ -250,7 +264,6 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
             CHECK(state[0] == -INFINITY && state[1] == 0.0f, "%s: a query that sees nothing has state %g, %g",
                   name, static_cast<double>(state[0]), static_cast<double>(state[1]));
     }
-    if (c.half_scratch) return;
     const std::vector<float> got_lse = lse.download();
     const auto index = [&](int token, int head, int heads) {
         return (static_cast<std::size_t>(token) * static_cast<std::size_t>(heads) +
@@ -355,6 +368,7 @@ void check_prefill(test::rng& r, const prefill_case& c, const char* name, double
                 CHECK(std::abs(want_lse - have_lse) < 2e-3 * (1.0 + std::abs(want_lse)),
                       "%s: lse %g, expected %g", name, have_lse, want_lse);
             }
+    return all > 0;
 }
 
 /// `few`: what else differs is the same as for other formats.
@@ -366,8 +380,12 @@ void check_format(const char* name, bool few = false) {
     const auto seed = static_cast<unsigned>(page * 7 + dim);
     test::rng r(seed);
     double worst = 0.0;
+    int cases = 0;
     const auto check = [&](const prefill_case& c) {
-        check_prefill<T, Quantized, window, sinks, Second, Score>(r, c, name, &worst);
+        const auto one = [&](bool alone) {
+            return check_prefill<T, Quantized, window, sinks, Second, Score>(r, c, name, &worst, alone);
+        };
+        if (one(false) && cases++ % 3 == 0) one(true);
     };
     check({.lengths = {0, 700, 132 + page, 131 + page, 3}, .new_tokens = {150, 40, 1, 0, 33}});
     // Numbers of 4 bits have scales that 64 times as large are no half floats.
@@ -377,7 +395,6 @@ void check_format(const char* name, bool few = false) {
         std::printf("%s: largest error %.2e, seed %u\n", name, worst, seed);
         return;
     }
-    check({.group = 8, .lengths = {300}, .new_tokens = {repeats == 0 ? 40 : 2048}, .half_scratch = true});
     check({.kv_heads = 1, .group = 1, .lengths = {300}, .new_tokens = {200}});
     check({.kv_heads = 1,
            .group = 3,
@@ -550,12 +567,6 @@ int main() {
         float16>("rotated keys, Hadamard before values, head_dim 96", few);
     check_format<cuda::block_pair<hadamard<widths<4, 2>, 32>, rotated<std4::values>, 128, 64>, bfloat16>(
         "Hadamard before keys of 4 and 2 bits, rotated values", few);
-#endif
-#if !defined(PART) || PART == 0
-    constexpr unsigned tiles_seed = 11;
-    test::rng r(tiles_seed);
-    test::check_all_tiles(r);
-    std::printf("tiles by cells and by octets, seed %u\n", tiles_seed);
 #endif
 #if !defined(PART) || PART == 3
     check_format<cuda::preset_pair<mix4, 128>, float16>("mix4");

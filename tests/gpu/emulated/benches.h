@@ -8,6 +8,5 @@
 cudaError_t cudaEventCreate(cudaEvent_t*);
 cudaError_t cudaEventSynchronize(cudaEvent_t);
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to);
-cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total);
 uint4 __ldcs(const uint4*);
 void __stcs(uint4*, uint4);

@@ -287,7 +287,6 @@ std::uint32_t fetch_word(const T* from) {
     return *from;
 }
 inline uint2 fetch_two_words(const uint2* from) { return *from; }
-inline uint4 fetch_four_words(const uint4* from) { return *from; }
 inline void wait_for(std::uint32_t) {}
 template <bool Transposed = false>
 uint4 load_matrices(std::uint32_t at) {

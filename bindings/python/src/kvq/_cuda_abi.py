@@ -190,6 +190,7 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "kvq_cuda_pages_attend": [handle, POINTER(kvq_cuda_layer), POINTER(kvq_tensor), POINTER(kvq_tensor),
         POINTER(kvq_cuda_attend_options), c_void_p, c_size_t, c_void_p],
     "kvq_cuda_pages_prefill": [handle, POINTER(kvq_cuda_layer), POINTER(kvq_tensor), POINTER(kvq_tensor),
-        POINTER(kvq_tensor), POINTER(kvq_tensor), POINTER(c_int32), c_int32, POINTER(kvq_cuda_attend_options),
-        c_void_p],
+        POINTER(kvq_tensor), POINTER(kvq_tensor), POINTER(c_int32), c_int32, POINTER(kvq_cuda_attend_options), c_void_p,
+        c_size_t, c_void_p],
+    "kvq_cuda_pages_prefill_bytes": [handle, POINTER(kvq_cuda_layer), c_int32, c_int32, POINTER(c_size_t)],
 }

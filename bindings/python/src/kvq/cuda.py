@@ -196,7 +196,8 @@ class Cache(Handle):
     pool_tokens     quantized pages for so many tokens are allocated at once,
     pool_sequences  and 16-bit pages for so many sequences
     prompt_scratch_mib
-                    at most, for prompts on GPUs of sm_90a: pages of a layer as half floats; 0: none
+                    at most, for prompts on GPUs of sm_90a: pages of a layer as half floats. None: what they can use, up to 1/128 of the
+                    device's memory or what one kv head needs; 0: none
     pool_states     and recurrent states: one for a sequence, and one for each of its snapshots
     snapshot_every, snapshot_prompt_end, snapshot_bytes
                     of recurrent states, as of kvq.Cache; the end of a prompt is that of every begin_prompt
@@ -219,7 +220,7 @@ class Cache(Handle):
                  pool_sequences: int = 0, pool_states: int = 0, snapshot_every: Optional[int] = None,
                  snapshot_prompt_end: bool = True, snapshot_bytes: Optional[int] = None, growing: bool = True,
                  statistics: Union[None, str, Statistics] = "own", statistics_tokens: Optional[int] = None,
-                 alibi: bool = False, prompt_scratch_mib: int = 0,
+                 alibi: bool = False, prompt_scratch_mib: Optional[int] = None,
                  rotary: Union[None, Rotary, List_[Rotary]] = None) -> None:
         if dtype not in _NAMES:
             raise ArgumentError(f"kvq: a cache on a GPU is of torch.float16 or torch.bfloat16, not {dtype}")
@@ -246,7 +247,7 @@ class Cache(Handle):
             pool_sequences=pool_sequences, pool_states=pool_states, snapshot_every=limit(snapshot_every, "snapshot_every"),
             snapshot_prompt_end=0 if snapshot_prompt_end else _abi.NONE,
             snapshot_bytes=limit(snapshot_bytes, "snapshot_bytes"), fixed=int(not growing), alibi=int(alibi))
-        o.prompt_scratch_mib = prompt_scratch_mib
+        o.prompt_scratch_mib = count(prompt_scratch_mib, "prompt_scratch_mib")
         o.statistics_tokens = limit(statistics_tokens, "statistics_tokens")
         statistics_to_c(statistics, o)
         rotary_to_c(rotary, o)  # the arguments keep what it points to

@@ -301,13 +301,6 @@ __device__ __forceinline__ uint2 fetch_two_words(const uint2* from) {
     asm volatile("ld.global.nc.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
     return v;
 }
-__device__ __forceinline__ uint4 fetch_four_words(const uint4* from) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(from));
-    return v;
-}
 
 /// Waits for a word that was fetched. No later load comes earlier and no earlier one later: the assembler
 /// takes it for a way out, which it is not, since a block has less than 2^24 bytes of shared memory.

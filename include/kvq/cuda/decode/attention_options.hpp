@@ -53,7 +53,9 @@ struct attention_options {
 struct prefill_scratch {
     void* memory = nullptr;  ///< starts on 16 bytes
     std::size_t bytes = 0;
-    int tokens = 0;  ///< no sequence has more before its new ones, hidden ones too; 0: as its tables name
+    /// No sequence has more before its new ones, hidden ones too; 0: as its tables name. Rows of one that has
+    /// more are NaN.
+    int tokens = 0;
 };
 
 struct prefill_options {
@@ -70,8 +72,8 @@ struct prefill_options {
     /// Where starts is null, of one sequence: query i sees the new tokens up to i + lead of it, none where
     /// that is below 0.
     int lead = 0;
-    /// On sm_90a every page is then dequantized once, in place of once for 256 / group new tokens; less than
-    /// one kv head needs is not used.
+    /// On sm_90a every page is then dequantized once, not once for 256 / group new tokens, and products are
+    /// those of warpgroups. At least what one kv head needs.
     prefill_scratch scratch = {};
 };
 

@@ -268,8 +268,7 @@ public:
     /// Of all memory of the cache: `bytes` is what the allocator was asked for. Each page counts once;
     /// `reserved` has the free ones. O(sequences)
     usage_report usage() const;
-    /// Part of usage().workspace: one layer of the longest prompt so far in 16 bit, its slots, and its tokens
-    /// in layers that others share.
+    /// Part of usage().workspace: memory of prompts, as much as any of them has needed so far.
     std::size_t prompt_bytes() const noexcept;
     /// Bytes of all pages that sequences hold, each counted once, and of these and the free ones.
     std::size_t bytes_in_use() const noexcept;
@@ -440,6 +439,9 @@ private:
     status append_prompt(int layer, const input_view& k, const input_view& v, cudaStream_t stream);
     bool lacks_page(sequence_id id, std::size_t group, int n) const noexcept;
     status check_options(const cache_options& options) const;
+    status open_scratch();
+    std::size_t scratch_bytes(const detail::layer_group& g, int tokens, int new_tokens) const;
+    prefill_scratch scratch_of(int layer) const;
     status make_rotations();
     status send_rotations(cudaStream_t stream);
     status make_groups(std::span<const device_format> compiled);
@@ -582,12 +584,12 @@ private:
     detail::device_memory moving_;         // keys and queries that are turned, then softmax states
     unsigned moving_generation_ = 0;
     detail::device_memory words_;
-    // Two, as attention over keys and values must find zeros where it left them. scratch_: for latents,
-    // lists, scores and selected pages.
+    // scratch_: for latents, lists, scores and selected pages; the other one is zero between launches.
     detail::device_memory workspace_, scratch_;
     detail::device_memory tickets_;  // of selections of pages: zero between launches
     detail::device_memory ahead_;    // the same for pages that are fetched ahead, then their scratch
-    detail::device_memory staging_;  // slots of a prompt's tokens, then its pages of one layer
+    detail::device_memory staging_;  // slots of a prompt's tokens, then its pages of one layer, or scratch
+    std::size_t most_scratch_ = 0;   // for prefill(), but for one kv head
     std::vector<entry> entries_;
     std::vector<int> unused_;  // entries
     std::uint64_t versions_ = 0;

@@ -170,6 +170,27 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
     return {};
 }
 
+/// How much memory prefill() may take besides pages.
+inline status cache::open_scratch() {
+    std::size_t head = 0;
+    for (const detail::layer_group& g : groups_)
+        head = common::larger(head, g.format.functions->prompt_scratch_bytes(
+                                        g.view_before_prompt(0), g.geometry.first_token(g.columns), 1, 1));
+    most_scratch_ = head == 0 ? 0 : options_.prompt_scratch;
+    if (most_scratch_ == automatic_scratch) {
+        std::size_t free = 0;
+        if (const cudaError_t code = cudaMemGetInfo(&free, &most_scratch_); code != cudaSuccess)
+            return detail::runtime_error(code, "asking for the device's memory");
+        most_scratch_ /= 128;
+    } else if (most_scratch_ != 0 && most_scratch_ < head) {
+        return detail::bad_value(
+            "prompt_scratch is %zu bytes, but one kv head of %d tokens (max_tokens) needs %zu; 0: prompts "
+            "without it",
+            most_scratch_, options_.max_tokens, head);
+    }
+    return {};
+}
+
 /// How the keys of all layers are rotated.
 inline status cache::make_rotations() {
     rotations_ = common::rotations_of(layers_, options_.rotary);
@@ -352,6 +373,7 @@ inline status cache::open(std::vector<layer> layers, const cache_options& option
     for (detail::layer_group& g : groups_)
         if (s) s = detail::make_plans(g, stream);
     if (s && states_) s = states_->grow(options.pool_states, stream);
+    if (s) s = open_scratch();
     if (s) s = send_rotations(stream);
     if (s) s = open_resident(stream);
     if (s) {

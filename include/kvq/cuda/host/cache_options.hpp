@@ -16,6 +16,9 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
+/// What a prompt can use, up to 1/128 of the device's memory; or what one kv head needs, where that is more.
+inline constexpr std::size_t automatic_scratch = ~std::size_t{0};
+
 struct cache_options {
     std::vector<std::string> formats = {};  ///< by name; pages are committed to the first one
     int page_tokens = default_page_tokens;  ///< that of the compiled formats
@@ -41,8 +44,10 @@ struct cache_options {
     int pool_sequences = 0;  ///< 16-bit pages for so many sequences
     int pool_states = 0;     ///< and so many states: one for a sequence, and one for each of its snapshots
     bool growing = true;     ///< pools that are full grow, between steps
-    /// At most, for prefill() on sm_90a: a layer's pages as half floats (prefill_scratch); 0: none.
-    std::size_t prompt_scratch = 0;
+    /// For prefill() on sm_90a: a layer's pages as half floats (prefill_scratch), in the memory of prompts
+    /// (prompt_bytes), which begin_prompt() takes. Bytes at most, and at least those of one kv head of
+    /// max_tokens; 0: none.
+    std::size_t prompt_scratch = automatic_scratch;
     /// Whose keys say the widths of channels, for formats that take a plan and get no statistics (calibrate).
     /// A sequence is 16 bit up to statistics_tokens, if the first format is one.
     key_statistics statistics = key_statistics::own;

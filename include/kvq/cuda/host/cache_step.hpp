@@ -194,17 +194,13 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         const detail::layer_group& g = groups_[i];
         lists += static_cast<std::size_t>(g.slot_lists());
+        if (!cross)
+            scratch =
+                common::larger(scratch, scratch_bytes(g, e.pages[i].paged_tokens(g.geometry), new_tokens));
         if (g.takes_steps() == cross) continue;
         const detail::pool_memory& m = g.window.memory();
         const auto pages = static_cast<std::size_t>(g.scratch_pages(e.pages[i], new_tokens));
         scratch = common::larger(scratch, pages * m.page_bytes());
-        if (options_.prompt_scratch == 0) continue;
-        // Powers of two, so that few of a long text's chunks take larger memory.
-        const std::size_t halves = g.format.functions->prompt_scratch_bytes(
-            g.view_before_prompt(0), e.pages[i].paged_tokens(g.geometry) + new_tokens, new_tokens);
-        if (halves > 0)
-            scratch =
-                common::larger(scratch, common::smaller(std::bit_ceil(halves), options_.prompt_scratch));
     }
     const std::size_t slot_bytes =
         common::round_up(lists * static_cast<std::size_t>(new_tokens) * sizeof(long long), std::size_t{256});
@@ -245,6 +241,7 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
         }
         found.push_back(g.begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>() + slot_bytes,
                                        slot_list, plans_keys, to));
+        g.now.paged_before = found.back().before;
         if (g.format.latent) found.push_back(g.run_slots(found.back()));
         slot_list += g.slot_lists() * new_tokens;
         g.now.runs = runs;
@@ -300,6 +297,25 @@ inline status cache::append_and_attend(int layer, const input_view& k, const inp
     return s;
 }
 
+/// Of prefill() in layers of this kind.
+inline std::size_t cache::scratch_bytes(const detail::layer_group& g, int tokens, int new_tokens) const {
+    if (most_scratch_ == 0) return 0;
+    const auto of_heads = [&](int heads) {
+        return g.format.functions->prompt_scratch_bytes(g.view_before_prompt(0), tokens, new_tokens, heads);
+    };
+    const std::size_t all = of_heads(0);
+    // Powers of two, so that few of a long text's chunks take larger memory.
+    return all == 0 ? 0 : common::larger(of_heads(1), common::smaller(std::bit_ceil(all), most_scratch_));
+}
+/// Memory that begin_text() has found for a layer of the prompt, before append_prompt() has pages there.
+inline prefill_scratch cache::scratch_of(int layer) const {
+    if (most_scratch_ == 0) return {};
+    const detail::layer_group& g = group_of(layer);
+    const auto group = static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group);
+    return {staging_.as<>() + step_.slot_bytes, staging_.bytes() - step_.slot_bytes,
+            g.takes_steps() ? g.now.paged_before : entry_of(step_.id).pages[group].paged_tokens(g.geometry)};
+}
+
 inline status cache::prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
                                   prefill_options options, cudaStream_t stream) {
     if (status s = check_layer(layer, {k.type, v.type, q.type}); !s) return s;
@@ -320,6 +336,15 @@ inline status cache::prefill_part(int layer, const input_view& k, const input_vi
     if (g.now.runs > 1)
         return detail::bad_value("a part of a prompt behind keys that erase, shift or splice have moved");
     if (status s = g.add_window(options, member_of(layer)); !s) return s;
+    if (step_.prompt) {
+        options.scratch = scratch_of(layer);
+    } else if (const std::size_t bytes = scratch_bytes(g, 0, 0); bytes > 0) {
+        detail::larger_memories larger;
+        if (status s = larger.find(staging_, options_.memory, bytes, "a part of a prompt", stream); !s)
+            return s;
+        if (status s = larger.take(stream); !s) return s;
+        options.scratch = {staging_.as<>(), staging_.bytes(), 0};
+    }
     return g.format.functions->prefill(step_.prompt ? g.view_before_prompt(member_of(layer)) : view(layer), k,
                                        v, q, nowhere, nullptr, q.tokens, options, stream, nullptr);
 }
@@ -367,12 +392,7 @@ inline status cache::prefill_prompt(int layer, const input_view& k, const input_
     if (g.format.index)
         return detail::bad_value("%s: it selects tokens: append, then select", describe(layer).c_str());
     const int member = member_of(layer);
-    // Before append_prompt() has pages there.
-    if (options_.prompt_scratch > 0) {
-        const auto group = static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group);
-        options.scratch = {staging_.as<>() + step_.slot_bytes, staging_.bytes() - step_.slot_bytes,
-                           entry_of(step_.id).pages[group].paged_tokens(g.geometry)};
-    }
+    options.scratch = scratch_of(layer);
     if (is_cross(layer)) {
         if (status s = g.add_window(options, member); !s) return s;
         return g.format.functions->prefill(view(layer), k, v, q, out, nullptr, step_.new_tokens, options,

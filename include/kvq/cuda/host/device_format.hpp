@@ -198,8 +198,8 @@ struct device_functions {
     /// Of attend_lists(); of layers with keys and values it may be less.
     std::size_t (*list_workspace_bytes)(int queries, int q_heads, int kv_heads, int count);
     std::size_t (*select_workspace_bytes)(int queries, int room, int count);
-    /// Of prefill() of one sequence (prefill_options::scratch); 0: it takes none.
-    std::size_t (*prompt_scratch_bytes)(const layer_view&, int tokens, int new_tokens);
+    /// As prefill_scratch_bytes().
+    std::size_t (*prompt_scratch_bytes)(const layer_view&, int tokens, int new_tokens, int heads);
     /// Of attend_pages(), for tables of so many columns.
     std::size_t (*page_selection_bytes)(int sequences, int q_heads, int kv_heads, int columns, int ring,
                                         int tokens);

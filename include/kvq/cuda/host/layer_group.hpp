@@ -38,8 +38,8 @@ struct layer_group : group_formats {
     struct step {
         unsigned targets = 0;  // formats that pages are committed to
         int runs = 1;          // launches of an attention (moved_runs.hpp)
-        // Of a prompt: the quantized pages before it.
-        int committed_before = 0;
+        // Of a prompt: the quantized pages before it, and the tokens, hidden ones too.
+        int committed_before = 0, paged_before = 0;
         prompt_ranges ranges;
         int opened = 0;  // of its tokens: the end of those in a page that has tokens already
         prompt_jobs jobs;

@@ -462,9 +462,9 @@ struct device_table {
         else
             return attend_workspace_bytes<mix_type, T, Score>(q_heads, query_tokens);
     }
-    static std::size_t prompt_scratch_bytes(const layer_view& l, int tokens, int new_tokens) {
+    static std::size_t prompt_scratch_bytes(const layer_view& l, int tokens, int new_tokens, int heads) {
         if constexpr (!index && !latent)
-            return prefill_scratch_bytes<T>(mix(l, numbers{}), tokens, new_tokens);
+            return prefill_scratch_bytes<T>(mix(l, numbers{}), tokens, new_tokens, heads);
         else
             return 0;
     }

@@ -11,10 +11,9 @@
 // batch nor on timing. Weights, values and keys are rounded to half floats (prefill_tile.cuh). Relative error
 // against double on dequantized values, on normal data: 3e-4 (fp16) to 8e-4 (low2); a score of products p_c
 // moves by about 2^-11 sqrt(sum p_c^2 / 6), which shows where one key outweighs all others. A row whose q
-// holds NaN is NaN. Memory besides arguments: none; with options.scratch every page is dequantized once, in a
-// launch of its own (prefill_ready.cuh), and outputs have the same bits, but for keys of several widths with
-// 256 or 512 channels. sm_90a, 64, 128, 256 or 512 channels, no transforms: prefill_wgmma.cuh; everything
-// else from 8.0 on, and those keys without scratch memory: prefill_mma.cuh.
+// holds NaN is NaN. Kernels: sm_90a with options.scratch, 64, 128, 256 or 512 channels, no transforms:
+// prefill_ready.cuh, then prefill_wgmma.cuh; everything else from 8.0 on: prefill_mma.cuh, which takes no
+// memory besides its arguments.
 #pragma once
 
 #include <cmath>
@@ -26,10 +25,11 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
 namespace detail {
 
+/// Over tiles in scratch memory.
 template <int Dim, bool Softcap, class Args>
 struct wgmma_launch {
-    static constexpr auto* kernel = prefill_wgmma_kernel<Dim, Softcap, Args>;
-    using memory = wgmma_memory<Dim, has_ready_tiles<Args>>;
+    static constexpr auto* kernel = prefill_wgmma_kernel<Dim, Softcap, ready_args<Args>>;
+    using memory = wgmma_memory<Dim>;
     using shape = typename memory::shape;
     static constexpr int rows = shape::cluster_rows, threads = shape::threads;
     static constexpr int cluster = shape::cluster;  // thread blocks that see each other's shared memory
@@ -58,23 +58,8 @@ inline constexpr bool turns_queries<prefill_args<T, Parts...>> = (pair_turns<typ
                                                                   ...);
 template <class Score, class Args>
 inline constexpr bool turns_queries<scored_args<Score, Args>> = turns_queries<Args>;
-/// Are pages another system's? Producers copy whole blocks.
-template <class Args>
-inline constexpr bool has_strides = false;
-template <class T, class... Parts>
-inline constexpr bool has_strides<prefill_args<T, Parts...>> = (is_strided<typename Parts::pair_type> || ...);
-template <class Score, class Args>
-inline constexpr bool has_strides<scored_args<Score, Args>> = has_strides<Args>;
-/// Producers of wide tiles have no registers for plans of widths.
 template <int Dim, class Args>
 inline constexpr bool has_wgmma =
-    !turns_queries<Args> && !has_strides<Args> &&
-    (Dim == 64 || Dim == 128 || ((Dim == 256 || Dim == 512) && !has_widths<Args>));
-/// Over tiles in scratch memory.
-template <int Dim, bool Softcap, class Args>
-using ready_launch = wgmma_launch<Dim, Softcap, ready_args<Args>>;
-template <int Dim, class Args>
-inline constexpr bool has_ready =
     !turns_queries<Args> && (Dim == 64 || Dim == 128 || Dim == 256 || Dim == 512);
 /// Blocks of 256 channels and 128 rows need more shared memory than 8.0 has; a warp must have whole rows of
 /// outputs that are turned.
@@ -86,15 +71,17 @@ using mma_launches =
                                   kernel_list<mma_launch<Dim, small_mma_rows<Dim>, Softcap, Args>>>,
                        kernel_list<mma_launch<Dim, prefill_rows<Dim>, Softcap, Args>,
                                    mma_launch<Dim, small_mma_rows<Dim>, Softcap, Args>>>;
-/// The preferred one first.
-template <int Dim, bool Softcap, class Args>
-using prefill_launches = joined<
-    std::conditional_t<has_wgmma<Dim, Args>, kernel_list<wgmma_launch<Dim, Softcap, Args>>, kernel_list<>>,
-    mma_launches<Dim, Softcap, Args>>;
+/// The preferred one first. Scratch: is there memory for tiles? All: the arguments with their pages; Without:
+/// without them.
+template <int Dim, bool Softcap, bool Scratch, class All, class Without>
+using prefill_launches =
+    joined<std::conditional_t<Scratch && has_wgmma<Dim, All>,
+                              kernel_list<wgmma_launch<Dim, Softcap, Without>>, kernel_list<>>,
+           mma_launches<Dim, Softcap, All>>;
 
 template <class Launch, class Args>
 status launch_prefill(Launch, const Args& args, int query_rows, int kv_heads, int sequences,
-                      cudaStream_t stream) noexcept {
+                      cudaStream_t stream, overlap overlapped = overlap::no) noexcept {
     constexpr int bytes = Launch::facts.shared_memory, cluster = Launch::cluster;
     auto* const kernel = Launch::kernel;
     const cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -103,27 +90,17 @@ status launch_prefill(Launch, const Args& args, int query_rows, int kv_heads, in
         std::snprintf(what, sizeof what, "prefill needs %d bytes of shared memory per block", bytes);
         return runtime_error(code, what);
     }
-    cudaLaunchAttribute clusters{};
-    clusters.id = cudaLaunchAttributeClusterDimension;
-    clusters.val.clusterDim.x = static_cast<unsigned>(cluster);
-    clusters.val.clusterDim.y = clusters.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(kvq::detail::ceil_div(query_rows, Launch::rows) * cluster),
-                          static_cast<unsigned>(kv_heads), static_cast<unsigned>(sequences));
-    config.blockDim = dim3(static_cast<unsigned>(Launch::threads));
-    config.dynamicSmemBytes = static_cast<std::size_t>(bytes);
-    config.stream = stream;
-    config.attrs = &clusters;
-    config.numAttrs = cluster > 1 ? 1 : 0;
-    const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, args);
-    return launched == cudaSuccess ? status{} : runtime_error(launched, "launching prefill");
+    const dim3 grid(static_cast<unsigned>(kvq::detail::ceil_div(query_rows, Launch::rows) * cluster),
+                    static_cast<unsigned>(kv_heads), static_cast<unsigned>(sequences));
+    return launch<cluster>("launching prefill", overlapped, kernel, grid, Launch::threads, bytes, stream,
+                           args);
 }
 
 /// Tiles of a call that takes scratch memory for all heads, without their place. tokens: as prefill_scratch
 /// has them.
 template <int Dim, class... Parts>
 ready_tiles ready_for(const mixed_cache_ref<Parts...>& history, int tokens, int most_new_tokens) noexcept {
-    constexpr int tile = wgmma_shape<Dim, true>::tile;
+    constexpr int tile = wgmma_shape<Dim>::tile;
     const auto& cache = get<0>(history.parts).cache;
     ready_tiles ready;
     ready.columns = kvq::detail::ceil_div(most_new_tokens, tile);
@@ -142,48 +119,42 @@ ready_tiles ready_for(const mixed_cache_ref<Parts...>& history, int tokens, int 
     return ready;
 }
 
-/// For how many heads at a time is there scratch memory? 0: for too few to occupy the device. clusters: of a
-/// head and sequence.
-inline int heads_at_a_time(ready_tiles ready, std::size_t bytes, int clusters) noexcept {
-    int device = 0, multiprocessors = 0;
-    if (cudaGetDevice(&device) != cudaSuccess ||
-        cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess)
-        return 0;
-    const int kv_heads = ready.heads, at_once = kvq::detail::larger(1, multiprocessors / 2);
-    const auto rounds = [&](int heads) {  // of clusters, all launches together
-        return kvq::detail::ceil_div(kv_heads, heads) *
-               kvq::detail::ceil_div(heads * clusters * ready.sequences, at_once);
-    };
-    while (ready.heads > 0 && (ready.bytes() > bytes || rounds(ready.heads) > rounds(kv_heads)))
-        --ready.heads;
-    return ready.heads;
-}
-
 /// Dequantizes all tiles, then attends over them, for as many heads at a time as scratch memory has room for.
 template <int Dim, bool Softcap, class Args, class Without>
 status launch_ready(const Args& args, const Without& without, ready_tiles ready, int query_rows,
                     const prefill_scratch& scratch, cudaStream_t stream) noexcept {
     using memory = ready_memory<Dim>;
+    const int kv_heads = ready.heads;
+    while (ready.heads > 1 && ready.bytes() > scratch.bytes) --ready.heads;
+    if (ready.bytes() > scratch.bytes)
+        return bad_value(
+            "scratch memory of %zu bytes, but one kv head of %d sequences with %d tiles of %d tokens needs "
+            "%zu",
+            scratch.bytes, ready.sequences, ready.columns, wgmma_shape<Dim>::tile, ready.bytes());
     auto* const kernel = prefill_tiles_kernel<Dim, Args>;
-    const cudaError_t code =
+    cudaError_t code =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory::bytes);
+    int device = 0, multiprocessors = 0;
+    if (code == cudaSuccess) code = cudaGetDevice(&device);
+    if (code == cudaSuccess)
+        code = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (code != cudaSuccess) return runtime_error(code, "prefill: shared memory of a block");
     ready.memory = static_cast<std::byte*>(scratch.memory);
-    const int heads = ready.heads, kv_heads = get<0>(args.parts).cache.kv_heads;
+    const int heads = ready.heads;
     for (int head = 0; head < kv_heads; head += heads) {
         ready.first_head = head;
         ready.heads = kvq::detail::smaller(heads, kv_heads - head);
-        cudaLaunchConfig_t config{};
-        config.gridDim = dim3(static_cast<unsigned>(memory::parts * ready.columns),
-                              static_cast<unsigned>(ready.heads), static_cast<unsigned>(ready.sequences));
-        config.blockDim = dim3(ready_threads);
-        config.dynamicSmemBytes = memory::bytes;
-        config.stream = stream;
-        const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, args, ready);
-        if (launched != cudaSuccess) return runtime_error(launched, "launching the tiles of prefill");
+        // A few blocks for every place, since a window hides most of some parts.
+        const int places = kvq::detail::ceil_div(32 * multiprocessors, ready.heads * ready.sequences);
+        const dim3 grid(static_cast<unsigned>(kvq::detail::smaller(memory::parts * ready.columns, places)),
+                        static_cast<unsigned>(ready.heads), static_cast<unsigned>(ready.sequences));
+        if (status s = launch("launching the tiles of prefill", overlap::no, kernel, grid, ready_threads,
+                              memory::bytes, stream, args, ready);
+            !s)
+            return s;
         if (status s =
-                launch_prefill(ready_launch<Dim, Softcap, Without>{}, ready_args<Without>{without, ready},
-                               query_rows, ready.heads, ready.sequences, stream);
+                launch_prefill(wgmma_launch<Dim, Softcap, Without>{}, ready_args<Without>{without, ready},
+                               query_rows, ready.heads, ready.sequences, stream, overlap::yes);
             !s)
             return s;
     }
@@ -250,28 +221,22 @@ status prefill_mix(const mixed_cache_ref<Parts...>& history, const token_view<co
     const float scale = options.scale == 0.0f ? 1.0f / std::sqrt(static_cast<float>(dim)) : options.scale;
     args.scale = options.softcap > 0.0f || has_score<Score> ? scale : scale * log2e;
     const int rows = most_new_tokens * group;
-    ready_tiles ready;
-    if constexpr (has_ready<dim, args_type>)
-        if (options.scratch.memory != nullptr) {
-            ready = ready_for<dim>(history, options.scratch.tokens,
-                                   starts == nullptr ? k.tokens : most_new_tokens);
-            ready.heads = heads_at_a_time(ready, options.scratch.bytes,
-                                          kvq::detail::ceil_div(rows, wgmma_shape<dim, true>::cluster_rows));
-        }
     // all: the call with its pages; without: without them.
     const auto launch = [&]<bool Softcap, class All, class Without>(std::bool_constant<Softcap>,
                                                                     const All& all, const Without& without) {
-        using over_ready = ready_launch<dim, Softcap, Without>;
-        using launches = prefill_launches<dim, Softcap, All>;
         const auto start = [&]<class Launch>(Launch kernel) {
-            if constexpr (std::is_same_v<Launch, over_ready>)
-                return launch_ready<dim, Softcap>(args, without, ready, rows, options.scratch, stream);
+            if constexpr (std::is_same_v<Launch, wgmma_launch<dim, Softcap, Without>>)
+                return launch_ready<dim, Softcap>(
+                    args, without,
+                    ready_for<dim>(history, options.scratch.tokens,
+                                   starts == nullptr ? k.tokens : most_new_tokens),
+                    rows, options.scratch, stream);
             else
                 return launch_prefill(kernel, all, rows, cache.kv_heads, cache.sequences, stream);
         };
-        if constexpr (has_ready<dim, args_type>)
-            if (ready.heads > 0) return with_kernel(joined<kernel_list<over_ready>, launches>{}, rows, start);
-        return with_kernel(launches{}, rows, start);
+        return options.scratch.memory != nullptr
+                   ? with_kernel(prefill_launches<dim, Softcap, true, All, Without>{}, rows, start)
+                   : with_kernel(prefill_launches<dim, Softcap, false, All, Without>{}, rows, start);
     };
     const prefill_args<T>& without = args;
     if constexpr (has_score<Score>)
@@ -312,19 +277,21 @@ status prefill(const mixed_cache_ref<Parts...>& history, const token_view<const 
                                   stream, score);
 }
 
-/// Bytes of prefill_scratch with which prefill() computes all kv heads at a time on the current device; 0: it
-/// takes none. tokens: as prefill_scratch has them; new_tokens: the most of a sequence.
+/// Bytes of prefill_scratch with which prefill() computes so many kv heads at a time on the current device;
+/// heads 0: all. 0: it takes none. tokens: as prefill_scratch has them; new_tokens: the most of a sequence.
 template <class T, class... Parts>
-std::size_t prefill_scratch_bytes(const mixed_cache_ref<Parts...>& history, int tokens,
-                                  int new_tokens) noexcept {
+std::size_t prefill_scratch_bytes(const mixed_cache_ref<Parts...>& history, int tokens, int new_tokens,
+                                  int heads = 0) noexcept {
     return [&]<class... Read>(const mixed_cache_ref<Read...>& cache) -> std::size_t {
         constexpr int dim = std::tuple_element_t<0, std::tuple<Read...>>::pair_type::head_dim;
         if constexpr (detail::prefills<typename Read::pair_type...> &&
-                      detail::has_ready<dim, detail::prefill_args<T, Read...>>) {
-            using launch = detail::ready_launch<dim, false, detail::prefill_args<T>>;
+                      detail::has_wgmma<dim, detail::prefill_args<T, Read...>>) {
+            using launch = detail::wgmma_launch<dim, false, detail::prefill_args<T>>;
             const detail::device_facts device{detail::compute_capability(), detail::device_shared_memory()};
             if (detail::refuses<launch>(device, nullptr)) return 0;
-            return detail::ready_for<dim>(cache, tokens, new_tokens).bytes();
+            detail::ready_tiles ready = detail::ready_for<dim>(cache, tokens, new_tokens);
+            if (heads > 0) ready.heads = kvq::detail::smaller(heads, ready.heads);
+            return ready.bytes();
         } else {
             return 0;
         }
@@ -332,8 +299,8 @@ std::size_t prefill_scratch_bytes(const mixed_cache_ref<Parts...>& history, int 
 }
 
 /// The kernel that prefill() of this mixed_cache_ref takes on the current device, and why; or why it has
-/// none.
-template <class Mix, class T>
+/// none. Scratch: with options.scratch.
+template <class Mix, class T, bool Scratch = true>
 requires detail::is_mix<Mix> kernel_choice prefill_kernel()
 noexcept {
     return [&]<class... Parts>(const mixed_cache_ref<Parts...>&) {
@@ -344,8 +311,9 @@ noexcept {
             detail::add_words(choice, "prefill has no kernels for these pages: %s", reason);
         else
             detail::with_kernel(
-                detail::prefill_launches<pair::head_dim, false, detail::prefill_args<T, Parts...>>{}, 1,
-                [](auto) {}, &choice);
+                detail::prefill_launches<pair::head_dim, false, Scratch, detail::prefill_args<T, Parts...>,
+                                         detail::prefill_args<T>>{},
+                1, [](auto) {}, &choice);
         return choice;
     }(detail::read_mix(Mix{}));
 }

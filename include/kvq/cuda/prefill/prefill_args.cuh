@@ -44,10 +44,6 @@ inline constexpr bool is_scored = requires(const Args& a) {
     a.score;
 };
 
-/// Do tiles come from device memory as they are (prefill_ready.cuh)?
-template <class Args>
-inline constexpr bool has_ready_tiles = false;
-
 /// Rows of a block, and what they see.
 struct prefill_block {
     int sequence, kv_head;
@@ -221,14 +217,6 @@ __device__ __forceinline__ int page_of_lane(const cache_part<Pair>& part, int se
     const int page = token / Pair::page_tokens;
     const int column = part.range == page_range::window ? page % part.cache.table_columns : page;
     return __ldg(part.cache.block_table + part.cache.table_entry(sequence, column));
-}
-
-/// Tiles of a block: of all parts and of the new tokens.
-template <class Args>
-__device__ __forceinline__ int count_tiles(const Args& a, const prefill_block& block, int tile) {
-    int tiles = a.new_tokens(block, tile).tiles(tile);
-    each_part(a, [&](const auto& part) { tiles += tokens_of(a, part, block, tile).tiles(tile); });
-    return tiles;
 }
 
 }  // namespace detail

@@ -11,33 +11,20 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// The cells of a warp of a tile of this format.
-template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride, bool Ordered>
+template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, bool Ordered>
 struct choose_cells {
     using type = std::conditional_t<codec<scheme_of<Role, Pair>>.several_widths(),
-                                    mixed_cells<Pair, TileRows, TileColumns, Warps, Stride>,
-                                    cell_batch<Role, Pair, TileRows, TileColumns, Warps, Stride, Ordered>>;
+                                    mixed_cells<Pair, TileRows, TileColumns, Warps>,
+                                    cell_batch<Role, Pair, TileRows, TileColumns, Warps, Ordered>>;
 };
-template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride, bool Ordered>
+template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, bool Ordered>
 requires token_row_scheme<scheme_of<Role, Pair>>
-struct choose_cells<Role, Pair, TileRows, TileColumns, Warps, Stride, Ordered> {
-    using type = row_cells<Role, Pair, TileRows, TileColumns, Warps, Stride, Ordered>;
+struct choose_cells<Role, Pair, TileRows, TileColumns, Warps, Ordered> {
+    using type = row_cells<Role, Pair, TileRows, TileColumns, Warps, Ordered>;
 };
 /// Ordered: keys may stand in an order of channels that is not their own (prefill_block::order).
-template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride, bool Ordered>
-using cells_of = typename choose_cells<Role, Pair, TileRows, TileColumns, Warps, Stride, Ordered>::type;
-
-/// The words of a strip of a wide tile.
-template <tensor Role, class Pair, int Stride>
-struct choose_octets {
-    using type = octet_batch<Role, Pair, Stride>;
-};
-template <tensor Role, class Pair, int Stride>
-requires token_row_scheme<scheme_of<Role, Pair>>
-struct choose_octets<Role, Pair, Stride> {
-    using type = row_octets<Role, Pair, Stride>;
-};
-template <tensor Role, class Pair, int Stride>
-using octets_of = typename choose_octets<Role, Pair, Stride>::type;
+template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, bool Ordered>
+using cells_of = typename choose_cells<Role, Pair, TileRows, TileColumns, Warps, Ordered>::type;
 
 template <class S>
 constexpr const char* no_tiles_of(const block_shape& s) noexcept {

@@ -1,19 +1,19 @@
-// The warps of prefill_wgmma.cuh that multiply: two warpgroups, the consumers of what producers dequantize.
+// The warps of prefill_wgmma.cuh that multiply: two warpgroups, the consumers of tiles.
 //
 //   tile i   S = Q K^T asked for; O += P V of tile i - 1 asked for; S there: maxima, weights; O there
 //
 //   up to 256 channels   a warpgroup has 64 rows of its own, and weights stay in registers
 //   512                  both have the same 64 rows (split): scores of 32 tokens of a tile each, and 256
 //                        channels of the output each. They exchange maxima, and weights of all tokens,
-//                        through shared memory. Producers limit, so each product is waited for at once, and
-//                        its stage is free before the next one is
+//                        through shared memory. Each product is waited for at once, so that its stage is free
+//                        before the next one is
 //
 // Contract: stages are read in order; each is free again once its products are there. A row's bits depend on
 // its tiles alone.
 // Source: as prefill_wgmma.cuh.
 #pragma once
 
-#include "prefill_wgmma_memory.cuh"
+#include "prefill_ready.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -22,7 +22,7 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 template <int Dim, bool Softcap, class Args>
 __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block& block,
                                               const wgmma_place& place, int tiles, int group) {
-    using memory = wgmma_memory<Dim, has_ready_tiles<Args>>;
+    using memory = wgmma_memory<Dim>;
     using shape = typename memory::shape;
     constexpr int tile_tokens = shape::tile, units = shape::units;
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
@@ -74,10 +74,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
             std::uint32_t k =
                 operand_at(stage.keys + static_cast<std::uint32_t>(split ? group * own_tokens * 128 : 0));
             asm volatile("" : "+r"(q));  // otherwise the descriptors of all steps take registers
-            if constexpr (shape::wide) {
-                asm volatile("" : "+r"(k));
-                if constexpr (!shape::ready) publish_to_products();
-            }
+            if constexpr (shape::wide) asm volatile("" : "+r"(k));
             products_begin();
             static_for<steps>([&](auto step) {
                 constexpr int i = decltype(step)::value, of_row = u * steps + i;
@@ -110,7 +107,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
         std::uint32_t v = operand_at(stage.values);
         if constexpr (shape::wide) {
             asm volatile("" : "+r"(v));
-            if constexpr (split || !shape::ready) publish_to_products();  // weights, or the values
+            if constexpr (split) publish_to_products();  // weights
         }
         products_begin();
         static_for<tile_tokens / 16>([&](auto step) {
@@ -191,6 +188,7 @@ __device__ __forceinline__ void consume_tiles(const Args& a, const prefill_block
 
 #pragma unroll
     for (float& x : o) x = 0.0f;
+    if (lacks_tiles(a, block.sequence)) rows.sum[0] = rows.sum[1] = NAN;
     if (tiles == 0) return finish_rows<Dim>(a, block, own_row, t, rows, scale, o, first_channel);
     {
         const wgmma_stage first = key_stage(0, 0);

@@ -11,7 +11,7 @@
 // A code of B bits lies in up to two planes (pack/code_layout.hpp): words of four places, which a rotation
 // and a mask of the table make the codes' bytes. All lanes do the same at a time, for any widths.
 // Contract: tiles as in prefill_tile.cuh; any plan of the scheme, and none. Channels without codes are their
-// bias. Codes are read in store() alone: where blocks are in device memory, it waits for them.
+// bias. Codes are read in store() alone, which waits for them.
 #pragma once
 
 #include "../layout/block_access.cuh"
@@ -20,7 +20,7 @@
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
 /// Key cells of a warp: all those that tile_cells gives it.
-template <class Pair, int TileRows, int TileColumns, int Warps, int Stride>
+template <class Pair, int TileRows, int TileColumns, int Warps>
 struct mixed_cells {
     using S = typename Pair::keys;
     using P = typename S::parameter;
@@ -128,14 +128,14 @@ struct mixed_cells {
             __syncwarp();
             const auto codes =
                 source.block(source.page(tile, row), row).from(static_cast<std::size_t>(lane * 4));
-            const std::uint32_t place = to + octet_offset<Stride>(row + lane, cells::column(warp) / 8);
+            const std::uint32_t place = to + octet_offset<TileRows>(row + lane, cells::column(warp) / 8);
             if (__any_sync(0xffffffffu, channel.at >= 0)) {
                 static_for<4>([&](auto number) {
                     constexpr unsigned octet = decltype(number)::value;
                     std::uint32_t x[4];
                     make_octet<octet, planes>(x, codes, table);
                     const uint4 p = load_shared_16(table + places_at + octet * 16);
-                    octet_places{{p.x, p.y, p.z, p.w}}.template store<Stride>(to, row + lane, x);
+                    octet_places{{p.x, p.y, p.z, p.w}}.template store<TileRows>(to, row + lane, x);
                 });
                 continue;
             }

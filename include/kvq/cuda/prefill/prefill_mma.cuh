@@ -51,9 +51,8 @@ inline constexpr int small_mma_rows =
 
 /// All cells of a warp: of the next tile's keys or values.
 template <tensor Role, class Pair, int TileRows, int TileColumns, bool Ordered>
-using warp_cells =
-    cells_of<Role, Pair, TileRows, TileColumns,
-             mma_warps * mma_passes<kvq::detail::larger(TileRows, TileColumns)>, TileRows, Ordered>;
+using warp_cells = cells_of<Role, Pair, TileRows, TileColumns,
+                            mma_warps * mma_passes<kvq::detail::larger(TileRows, TileColumns)>, Ordered>;
 
 template <int Dim, int Rows, bool Softcap, class Args>
 struct mma_rows {

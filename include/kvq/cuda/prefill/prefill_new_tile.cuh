@@ -39,7 +39,7 @@ __device__ __forceinline__ void load_halves(const T* from, std::uint32_t (&x)[4]
 /// A tile of new tokens in 16 bit: `count` tokens from `first` on of a head. Keys go row by row, values are
 /// transposed by lanes that have a channel each. No load hangs on a condition, so that all of a lane are
 /// under way together.
-template <tensor Role, int TileRows, int TileColumns, int Warps, int Stride = TileRows, class T>
+template <tensor Role, int TileRows, int TileColumns, int Warps, class T>
 __device__ __forceinline__ void copy_new_tile(const token_view<const T>& from, int head, int first, int count,
                                               std::uint32_t to, int warp, int lane,
                                               [[maybe_unused]] const std::uint16_t* order = nullptr) {
@@ -53,10 +53,10 @@ __device__ __forceinline__ void copy_new_tile(const token_view<const T>& from, i
                 std::uint32_t x[4];
                 load_halves<Aligned>(from.at(first + token, head) + octet * 8, x);
                 if (order != nullptr) {
-                    octet_places::of(order + octet * 8).template store<Stride>(to, i / octets, x);
+                    octet_places::of(order + octet * 8).template store<TileRows>(to, i / octets, x);
                     continue;
                 }
-                store_shared_16(to + octet_offset<Stride>(i / octets, octet),
+                store_shared_16(to + octet_offset<TileRows>(i / octets, octet),
                                 {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
                                  __uint_as_float(x[3])});
             }
@@ -84,7 +84,7 @@ __device__ __forceinline__ void copy_new_tile(const token_view<const T>& from, i
             }
 #pragma unroll
             for (int octet = 0; octet < 4; ++octet)
-                store_shared_16(to + octet_offset<Stride>(channel, column / 8 + octet),
+                store_shared_16(to + octet_offset<TileRows>(channel, column / 8 + octet),
                                 {__uint_as_float(x[octet][0]), __uint_as_float(x[octet][1]),
                                  __uint_as_float(x[octet][2]), __uint_as_float(x[octet][3])});
         }

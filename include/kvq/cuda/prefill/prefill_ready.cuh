@@ -1,5 +1,4 @@
-// Tiles of a prompt's attention in device memory: a launch in front of it dequantizes every page once, in
-// place of once for every block of rows.
+// Tiles of a prompt's attention in device memory: a launch in front of it dequantizes every page once.
 //
 //   tile    as products read it in shared memory: keys, then values (prefill_tile.cuh)
 //   note    of a tile: what consumers must know of it
@@ -9,12 +8,10 @@
 //   scratch memory: [sequence][range] ranges, [sequence][tile] notes, [sequence][head] orders,
 //   [sequence][head][tile] tiles. Heads: of a launch
 //
-// Producers then are two lanes that ask for bulk copies, a half of each tile by either block of a cluster to
-// both, and consumers have more registers. Of a tile of 128 tokens 64 KB are written once and read by every
-// cluster, mostly from the second-level cache.
-// Contract: tiles of all that rows of a sequence see; numbers and their order are those of
-// prefill_wgmma.cuh, and so are the bits. A sequence has no more than `columns` tiles: what lies behind is
-// not attended.
+// Of a tile of 128 tokens 64 KB are written once and read by every cluster, mostly from the second-level
+// cache.
+// Contract: tiles of all that rows of a sequence see. A sequence has no more than `columns` tiles: where it
+// needs more, all its rows are NaN.
 #pragma once
 
 #include "prefill_rows.cuh"
@@ -27,7 +24,7 @@ struct tile_range {
     int tiles;
     int first_token;  // of the first tile: counted from the first one of the part
     int part_token;   // the part's first one
-    int kept;         // seen in spite of a window
+    int kept;         // seen in spite of a window. Of the new tokens: there are more tiles than columns
 };
 static_assert(sizeof(tile_range) == 16 && sizeof(tile_note) == 16);
 
@@ -77,8 +74,6 @@ template <class Args>
 struct ready_args : Args {
     ready_tiles ready;
 };
-template <class Args>
-inline constexpr bool has_ready_tiles<ready_args<Args>> = true;
 /// Queries may have an order of channels.
 template <class Args>
 inline constexpr bool has_widths<ready_args<Args>> = true;
@@ -117,52 +112,18 @@ __device__ __forceinline__ void each_ready_tile(const Args& a, const prefill_blo
     }
 }
 
-#if KVQ_WARPGROUP_PRODUCTS
-
-/// Has keys, or values, of all tiles of a cluster copied: each block its half, to both blocks.
-template <tensor Role, int Dim, class Args>
-__device__ __forceinline__ void feed_ready_tiles(const Args& a, const prefill_block& block,
-                                                 const wgmma_place& place, int lane) {
-    using memory = wgmma_memory<Dim, true>;
-    using shape = typename memory::shape;
-    constexpr bool key = Role == tensor::key;
-    int made = 0;
-    each_ready_tile(a, block, shape::tile, [&](int tile) {
-        const std::byte* const from =
-            a.ready.tile(block.sequence, block.kv_head, tile) + (key ? 0 : shape::units * memory::unit_bytes);
-        tile_note note{};
-        if constexpr (key) {
-            note = load_written(a.ready.note(block.sequence, tile));
-            note.cut = a.cut(block, note.position, note.count, note.slices, note.cut != 0, shape::tile);
-        }
-#pragma unroll 1
-        for (int unit = 0; unit < shape::units; ++unit) {
-            const wgmma_stage s = wgmma_stage::of(place, made % shape::stages, memory{});
-            barrier_wait(key ? s.free_keys : s.free_values,
-                         static_cast<std::uint32_t>(made / shape::stages + 1) & 1u);
-            ++made;
-            if (lane == 0) {
-                if (key && unit == 0) note.store(s.note);
-                const std::uint32_t full = key ? s.full_keys : s.full_values;
-                constexpr int bytes = memory::unit_bytes, half = bytes / shape::cluster;
-                const int behind = place.rank * half;
-                barrier_expect(full, bytes);
-                copy_bulk_to_all((key ? s.keys : s.values) + static_cast<std::uint32_t>(behind),
-                                 from + unit * bytes + behind, half, full, shape::cluster);
-            }
-            __syncwarp();
-        }
-    });
+/// Does a sequence need more tiles than there is room for?
+template <class Args>
+__device__ __forceinline__ bool lacks_tiles(const Args& a, int sequence) {
+    return load_written(a.ready.range(sequence, a.ready.ranges - 1)).kept != 0;
 }
 
-#endif
-
-/// Of prefill_tiles_kernel: a block makes `tokens` tokens of a tile; warps have keys or values.
+/// Of prefill_tiles_kernel: a block makes `tokens` tokens of a tile at a time; warps have keys or values.
 inline constexpr int ready_role_warps = 4, ready_threads = 2 * 32 * ready_role_warps;
 
 template <int Dim>
 struct ready_memory {
-    using shape = wgmma_shape<Dim, true>;
+    using shape = wgmma_shape<Dim>;
     static constexpr int tokens = 64, parts = shape::tile / tokens;
     /// Cells are given to so many warps, in passes.
     static constexpr int cell_warps = kvq::detail::larger(ready_role_warps, Dim / 32),
@@ -185,12 +146,13 @@ struct ready_producer {
     const prefill_block& block;
     const ready_tiles& to;
     std::uint32_t base;
-    int number, part, warp, lane;  // of the tile; of this role
+    int warp, lane;    // of this role
+    int number, part;  // of the tile
 
     template <class Part>
     __device__ __forceinline__ void pages(const Part& all, const token_range& range, int i, bool kept) {
         using pair = typename Part::pair_type;
-        using cells_type = cells_of<Role, pair, rows, columns, memory::cell_warps, rows, has_widths<Args>>;
+        using cells_type = cells_of<Role, pair, rows, columns, memory::cell_warps, has_widths<Args>>;
         const int first = range.first + i * tile, count = kvq::detail::smaller(tile, range.end - first);
         const int page = page_of_lane(all, block.sequence, first, range.end, tile, lane);
         const unsigned held = __ballot_sync(0xffffffffu, page >= 0);
@@ -246,52 +208,65 @@ private:
             *reinterpret_cast<uint4*>(tile_at + there) =
                 load_shared_16(own() + static_cast<std::uint32_t>(at));
         }
+        wait_at_barrier(key ? 1 : 2, ready_role_warps * 32);  // before the next one is made here
     }
 };
 
 template <int Dim, class Args>
-__global__ void __launch_bounds__(ready_threads)
+__global__ void __launch_bounds__(ready_threads, 3)
     prefill_tiles_kernel(const __grid_constant__ Args a, const __grid_constant__ ready_tiles to) {
-    using shape = wgmma_shape<Dim, true>;
-    constexpr int tile = shape::tile;
+    constexpr int tile = wgmma_shape<Dim>::tile, parts = ready_memory<Dim>::parts;
     extern __shared__ __align__(128) std::byte shared[];
+    launch_dependents();
     const std::uint32_t memory = shared_address(shared);
-    constexpr int parts = ready_memory<Dim>::parts;
-    const int number = static_cast<int>(blockIdx.x) / parts, own_part = static_cast<int>(blockIdx.x) % parts,
-              head = to.first_head + static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z);
+    const int head = to.first_head + static_cast<int>(blockIdx.y), sequence = static_cast<int>(blockIdx.z);
     prefill_block block(a, 1 << 30, 0, head, sequence);
     if (block.empty()) return;
     find_order(a, block);
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
     const bool leads = blockIdx.x == 0 && thread == 0;
     if (leads) *to.order(sequence, head) = block.order;
-    const auto produce = [&](auto&& f) {
-        if (warp < ready_role_warps) {
-            ready_producer<tensor::key, Dim, Args> own{a, block, to, memory, number, own_part, warp, lane};
-            f(own);
-        } else {
-            ready_producer<tensor::value, Dim, Args> own{
-                a, block, to, memory, number, own_part, warp - ready_role_warps, lane};
-            f(own);
-        }
-    };
+    int number = static_cast<int>(blockIdx.x);  // of the parts of all tiles
     int base = 0, of_range = 0;
+    /// The own ones of the next n tiles.
+    const auto produce = [&](int n, auto&& f) {
+#pragma unroll 1
+        for (; number < (base + n) * parts; number += static_cast<int>(gridDim.x)) {
+            const int own = number / parts;
+            if (warp < ready_role_warps) {
+                ready_producer<tensor::key, Dim, Args> producer{a,    block, to,  memory,
+                                                                warp, lane,  own, number % parts};
+                f(producer, own - base);
+            } else {
+                ready_producer<tensor::value, Dim, Args> producer{
+                    a, block, to, memory, warp - ready_role_warps, lane, own, number % parts};
+                f(producer, own - base);
+            }
+        }
+        base += n;
+        ++of_range;
+    };
+    bool lacks = false;
+    const auto room_for = [&](int n) {
+        lacks = lacks || n > to.columns - base;
+        return kvq::detail::smaller(n, to.columns - base);
+    };
+    const auto note_range = [&](const tile_range& range) {
+        if (leads && head == to.first_head) *to.range(sequence, of_range) = range;
+    };
     each_part(a, [&]<class Part>(const Part& part) {
         const token_range range = tokens_of(a, part, block, tile);
         const bool kept = a.template keeps<Part>();
-        const int n = kvq::detail::smaller(range.tiles(tile), to.columns - base), i = number - base;
-        if (leads && head == to.first_head)
-            *to.range(sequence, of_range) = {n, range.first, part.cache.first_token, kept ? 1 : 0};
-        if (i >= 0 && i < n) produce([&](auto& own) { own.pages(part, range, i, kept); });
-        base += n;
-        ++of_range;
+        const int n = room_for(range.tiles(tile));
+        note_range({n, range.first, part.cache.first_token, kept ? 1 : 0});
+        produce(n, [&](auto& own, int i) { own.pages(part, range, i, kept); });
     });
     const new_range range = a.new_tokens(block, tile);
-    const int n = kvq::detail::smaller(kvq::detail::ceil_div(range.end, tile), to.columns - base),
-              i = number - base, first = i * tile;
-    if (leads && head == to.first_head) *to.range(sequence, of_range) = {n, 0, 0, 0};
-    if (i >= 0 && i < n && (first < range.sinks || first >= range.first))
-        produce([&](auto& own) { own.new_tokens(first); });
+    const int n = room_for(kvq::detail::ceil_div(range.end, tile));
+    note_range({n, 0, 0, lacks ? 1 : 0});
+    produce(n, [&](auto& own, int i) {
+        if (i * tile < range.sinks || i * tile >= range.first) own.new_tokens(i * tile);
+    });
 }
 
 }}}  // namespace kvq::cuda::detail

@@ -11,7 +11,7 @@
 #pragma once
 
 #include "../layout/row_numbers.cuh"
-#include "prefill_octets.cuh"
+#include "prefill_tile.cuh"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 
@@ -24,7 +24,7 @@ constexpr const char* no_row_tiles(const block_shape& s) noexcept {
     return s.tokens != 16 && s.tokens % 32 != 0 ? odd_pages : nullptr;
 }
 
-template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride, bool Ordered>
+template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, bool Ordered>
 struct row_cells {
     using S = scheme_of<Role, Pair>;
     using reader = row_reader<S>;
@@ -48,46 +48,33 @@ struct row_cells {
             : tensor_scale(detail::tensor_scale<Role>(cache)) {
             if constexpr (key && Ordered) order = places;
         }
-        __device__ __forceinline__ explicit lane_channel(float scale) : tensor_scale(scale), order{} {}
     };
     __device__ __forceinline__ explicit row_cells(const lane_channel& own)
         : tensor_scale(own.tensor_scale), order(own.order) {}
 
-    /// Words of blocks that are in shared memory are read by store().
     template <class Source>
     __device__ __forceinline__ void fetch(const Source& source, const tile_tokens& tile, int warp, int lane) {
-        if constexpr (!Source::shared)
 #pragma unroll
-            for (int n = 0; n < count; ++n) words_of[n].load(source, tile, piece(n, warp, lane));
+        for (int n = 0; n < count; ++n) words_of[n].load(source, tile, piece(n, warp, lane));
     }
 
     template <class Source>
     __device__ __forceinline__ void store(const Source& source, std::uint32_t to, const tile_tokens& tile,
                                           std::uint32_t, int warp, int lane) const {
-        const auto one = [&](int n, const piece_words& own_words) {
+#pragma unroll
+        for (int n = 0; n < count; ++n) {
             const piece own(n, warp, lane);
             if constexpr (key)
-                store_key(to, own, own_words);
+                store_key(to, own, words_of[n]);
             else  // all lanes: they ask each other
                 store_values(
-                    to, own, own_words,
+                    to, own, words_of[n],
                     source.existing(tile, own.token & ~(slice_tokens - 1)) >> own.token % slice_tokens &
                         0xffu);
-        };
-        if constexpr (Source::shared) {
-#pragma unroll(key ? 2 : 1)
-            for (int n = 0; n < count; ++n) {
-                piece_words own_words;
-                own_words.load(source, tile, piece(n, warp, lane));
-                one(n, own_words);
-            }
-        } else {
-#pragma unroll
-            for (int n = 0; n < count; ++n) one(n, words_of[n]);
         }
     }
 
-protected:
+private:
     struct piece {
         int channel, token;  // the first ones
         bool exists;
@@ -121,9 +108,8 @@ protected:
             }
         }
         /// From a token's row, and its scales, on; to_next, to_scales: bytes to those of the next token.
-        template <class Memory>
-        __device__ __forceinline__ void load(const piece& own, const Memory& row, int to_next,
-                                             [[maybe_unused]] const Memory& scales_of_row,
+        __device__ __forceinline__ void load(const piece& own, const block_in_memory& row, int to_next,
+                                             [[maybe_unused]] const block_in_memory& scales_of_row,
                                              [[maybe_unused]] int to_scales) {
             const auto from = row.from(static_cast<std::size_t>(own.channel / (fours ? 2 : 1)));
             if constexpr (!key) {
@@ -198,12 +184,12 @@ protected:
         if constexpr (key && Ordered)
             if (order != nullptr) {
                 if (own.exists)
-                    octet_places::of(order + own.channel).template store<Stride>(to, own.token, x);
+                    octet_places::of(order + own.channel).template store<TileRows>(to, own.token, x);
                 return;
             }
         if (all_exist || own.exists)
             store_shared_16(
-                to + octet_offset<Stride>(own.token, own.channel / 8),
+                to + octet_offset<TileRows>(own.token, own.channel / 8),
                 {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])});
     }
 
@@ -250,94 +236,9 @@ protected:
 #pragma unroll
             for (unsigned i = 0; i < 4; ++i)
                 store_shared_16(
-                    to + octet_offset<Stride>(own.channel + static_cast<int>(turn + i & 3u), own.token / 8),
+                    to + octet_offset<TileRows>(own.channel + static_cast<int>(turn + i & 3u), own.token / 8),
                     {__uint_as_float(x[i][0]), __uint_as_float(x[i][1]), __uint_as_float(x[i][2]),
                      __uint_as_float(x[i][3])});
-    }
-};
-
-/// As octet_batch (prefill_octets.cuh), of half a strip.
-template <tensor Role, class Pair, int Stride>
-struct row_octets : octet_strips<Role == tensor::key, Stride> {
-    using strips = octet_strips<Role == tensor::key, Stride>;
-    using strips::key;
-    struct cells : row_cells<Role, Pair, 64, 32, 1, Stride, false> {
-        using base = row_cells<Role, Pair, 64, 32, 1, Stride, false>;
-        using typename base::piece, typename base::piece_words, base::base;
-        /// A piece of a strip of the tile.
-        __device__ __forceinline__ static piece piece_of(int strip, int number, int lane) {
-            piece own(number, 0, lane);
-            own.channel += static_cast<int>(key ? strips::first_column(strip) : strips::first_row(strip));
-            if (!key) own.token += static_cast<int>(strips::first_column(strip));
-            return own;
-        }
-        __device__ __forceinline__ void put(std::uint32_t to, const piece& own,
-                                            const piece_words& words) const {
-            if constexpr (key)
-                this->store_key(to, own, words);
-            else
-                this->store_values(to, own, words, 0xffu);  // hide() comes afterwards
-        }
-    };
-    static constexpr int batches = 2, of_batch = cells::count / batches, most_ahead = 2;
-    static constexpr bool direct = false;
-    static_assert(cells::count % batches == 0 && cells::all_exist);
-
-    struct lane_tile {
-        tile_tokens tokens;
-        blocks_in_memory<Role, Pair> source;
-        float tensor_scale;
-        int strip;
-        std::uint32_t existing = 0xffffffffu;  // values: bit i, is column i of the strip there?
-
-        __device__ __forceinline__ lane_tile(const cache_ref<Pair>& cache, int head, int first, int count,
-                                             int page_number, int first_strip, int)
-            : tokens(tile_tokens::of(first, count, page_number)),
-              source{&cache, head},
-              tensor_scale(detail::tensor_scale<Role>(cache)),
-              strip(first_strip) {
-            if (!key) existing = source.existing(tokens, static_cast<int>(strips::first_column(strip)));
-        }
-        __device__ __forceinline__ unsigned held() const {
-            return __ballot_sync(0xffffffffu, tokens.page >= 0);
-        }
-        __device__ __forceinline__ bool any() const { return tokens.any >= 0; }
-    };
-    float tensor_scale = 1.0f;
-    typename cells::piece_words word[of_batch];
-
-    template <int Ahead, int Batch, int Slot>
-    __device__ __forceinline__ void fetch(const lane_tile& tile, std::uint32_t, int lane) {
-        tensor_scale = tile.tensor_scale;
-#pragma unroll
-        for (int i = 0; i < of_batch; ++i)
-            word[i].load(tile.source, tile.tokens,
-                         cells::piece_of(tile.strip + Ahead, Batch * of_batch + i, lane));
-    }
-    template <int Behind>
-    __device__ __forceinline__ void wait() const {
-        wait_for(word[of_batch - 1].word[cells::words - 1]);
-    }
-    /// The tile's address, and the strip.
-    __device__ __forceinline__ static void places(std::uint32_t (&place)[4], std::uint32_t to, int strip,
-                                                  int) {
-        place[0] = to;
-        place[1] = static_cast<std::uint32_t>(strip);
-    }
-    __device__ __forceinline__ static void hide(const std::uint32_t (&place)[4], std::uint32_t existing,
-                                                int lane) {
-        __syncwarp();  // other lanes have stored these numbers
-        std::uint32_t rows[4];
-        strips::places(rows, place[0], static_cast<int>(place[1]), lane);
-        strips::hide(rows, existing, lane);
-    }
-    template <int Ahead, int Batch, int Slot>
-    __device__ __forceinline__ void store(const std::uint32_t (&place)[4], std::uint32_t, int lane) const {
-        const cells own(typename cells::lane_channel{tensor_scale});
-#pragma unroll
-        for (int i = 0; i < of_batch; ++i)
-            own.put(place[0], cells::piece_of(static_cast<int>(place[1]) + Ahead, Batch * of_batch + i, lane),
-                    word[i]);
     }
 };
 

@@ -82,10 +82,6 @@ struct block_in_memory {
     __device__ __forceinline__ uint2 two(int byte) const {
         return fetch_two_words(reinterpret_cast<const uint2*>(at + byte));
     }
-    /// Four words; the place is a multiple of 16 bytes.
-    __device__ __forceinline__ uint4 four(int byte) const {
-        return fetch_four_words(reinterpret_cast<const uint4*>(at + byte));
-    }
 };
 /// Bits of the first `count` of 32 columns.
 __device__ __forceinline__ std::uint32_t existing_columns(int count) {
@@ -95,7 +91,6 @@ __device__ __forceinline__ std::uint32_t existing_columns(int count) {
 /// All blocks of a head, by the numbers of their pages: what cells are read from.
 template <tensor Role, class Pair>
 struct blocks_in_memory {
-    static constexpr bool shared = false;
     const cache_ref<Pair>* cache;
     int head;
 
@@ -141,9 +136,8 @@ struct tile_cells {
     }
 };
 
-/// The words of a warp's cells, on their way from pages to a tile. Stride: rows of the tile in shared memory,
-/// which others may fill the rest of.
-template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, int Stride, bool Ordered = false>
+/// The words of a warp's cells, on their way from pages to a tile.
+template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, bool Ordered>
 struct cell_batch {
     using S = scheme_of<Role, Pair>;
     using traits = word_traits<S>;
@@ -239,16 +233,6 @@ struct cell_batch {
             .template get<width>(static_cast<int>(typename S::layout_type{}.token_scale_offset(shape)));
     }
 
-    /// Halves that columns share are read from the source itself, where it is in shared memory; others go
-    /// through the table.
-    template <class Source>
-    static constexpr bool direct = [] {
-        if constexpr (column_parameters && !token_scales && Source::shared)
-            return set_type::exact;
-        else
-            return false;
-    }();
-
     /// Source: page(tile, token of the tile), block(page, token of the tile), any(tile), existing(tile, first
     /// token). No load hangs on a condition of its own, and none is waited for here: store() zeroes values of
     /// tokens that do not exist.
@@ -266,7 +250,7 @@ struct cell_batch {
             if (!cells::exists(warp, i)) break;
             const int row = cells::row(warp, i);
             fetch_words(source, tile, row, column, lane, i);
-            if constexpr (column_parameters && !direct<Source>)
+            if constexpr (column_parameters)
                 if (i % cells_per_set == 0)
 #pragma unroll
                     for (int t = 0; t < tables; ++t) {
@@ -290,7 +274,7 @@ struct cell_batch {
 #pragma unroll
         for (int set = 0; set < sets; ++set) {
             if (!cells::exists(warp, set * cells_per_set)) break;
-            if constexpr (has_table && !direct<Source>) {
+            if constexpr (has_table) {
                 __syncwarp();
                 fill_table(table, set, lane);
                 __syncwarp();
@@ -303,27 +287,14 @@ struct cell_batch {
                     for (int part = 0; part < parts; ++part)
                         of_row[i][part] = of_rows[set * cells_per_set + i][part].halves();
             const int row = cells::row(warp, set * cells_per_set);
-            std::uint32_t parameters[octet_parts];
-            if constexpr (direct<Source>)
-                find_columns(parameters, source, tile, row, column, lane);
-            else
-                parameters[0] = table + (tables == 2 && lane >= slice_tokens ? 192u : 0u);
-            const auto load_octet = [&](auto number) {
-                constexpr int octet = decltype(number)::value;
-                if constexpr (direct<Source>)
-                    return octet_from<traits::scale_offset(shape), traits::bias_offset(shape), 0>(
-                        parameters[octet * octet_parts / 4] + octet % (4 / octet_parts) * 16);
-                else
-                    return octet_from<0, 64, 128>(parameters[0] + octet * 16);
-            };
+            const std::uint32_t parameters = table + (tables == 2 && lane >= slice_tokens ? 192u : 0u);
             // Tiles start on 128 bytes and columns on 64 bytes: an octet flips bits of the first one's place.
-            const std::uint32_t place = to + octet_offset<Stride>(row + lane, column / 8);
+            const std::uint32_t place = to + octet_offset<TileRows>(row + lane, column / 8);
             octet_parameters shared[2];  // those of the next octet are under way
-            shared[0] = load_octet(std::integral_constant<int, 0>{});
+            shared[0] = octet_from(parameters);
             static_for<4>([&](auto number) {
                 constexpr int octet = decltype(number)::value;
-                if constexpr (octet < 3)
-                    shared[(octet + 1) % 2] = load_octet(std::integral_constant<int, octet + 1>{});
+                if constexpr (octet < 3) shared[(octet + 1) % 2] = octet_from(parameters + (octet + 1) * 16);
 #pragma unroll
                 for (int i = 0; i < cells_per_set; ++i) {
                     const int cell = set * cells_per_set + i;
@@ -335,7 +306,7 @@ struct cell_batch {
                     if constexpr (key && Ordered)
                         if (order != nullptr) {
                             octet_places::of(order + column + octet * 8)
-                                .template store<Stride>(to, row + i * 32 + lane, x);
+                                .template store<TileRows>(to, row + i * 32 + lane, x);
                             continue;
                         }
                     store_shared_16(at, {__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]),
@@ -343,19 +314,19 @@ struct cell_batch {
                 }
             });
         }
-        if (!key && existing != 0xffffffffu) hide_columns<Stride>(to, existing, column / 8, warp, lane);
+        if (!key && existing != 0xffffffffu) hide_columns(to, existing, column / 8, warp, lane);
     }
 
 private:
     /// Zeroes values of tokens that do not exist: their weights are 0, but their bytes may be no numbers. A
     /// pass of its own, because a branch at each octet would take longer than its numbers.
-    template <int Rows>
     __device__ __forceinline__ static void hide_columns(std::uint32_t to, std::uint32_t existing, int octet,
                                                         int warp, int lane) {
 #pragma unroll 1
         for (int n = 0; n < count * 4; ++n) {
             if (!cells::exists(warp, n / 4)) break;
-            const std::uint32_t at = to + octet_offset<Rows>(cells::row(warp, n / 4) + lane, octet + n % 4);
+            const std::uint32_t at =
+                to + octet_offset<TileRows>(cells::row(warp, n / 4) + lane, octet + n % 4);
             const uint4 v = load_shared_16(at);
             std::uint32_t x[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -422,33 +393,16 @@ private:
                                 half_token_scale<typename traits::token_scale_type>(token_scale[0]));
         }
     }
-    /// From an octet's place in the table or in a block, which has these sections.
-    template <std::size_t Scales, std::size_t Biases, std::size_t Lows>
+    /// From an octet's place in the table.
     __device__ __forceinline__ static octet_parameters octet_from([[maybe_unused]] std::uint32_t at) {
         octet_parameters p{};
         if constexpr (column_parameters) {
-            p.scale = load_shared_16(at + static_cast<std::uint32_t>(Scales));
-            if constexpr (traits::has_bias) p.bias = load_shared_16(at + static_cast<std::uint32_t>(Biases));
-            if constexpr (has_low) p.low = load_shared_16(at + static_cast<std::uint32_t>(Lows));
+            p.scale = load_shared_16(at);
+            if constexpr (traits::has_bias) p.bias = load_shared_16(at + 64);
+            if constexpr (has_low) p.low = load_shared_16(at + 128);
         }
         if constexpr (token_scales) p.token_scale = load_shared_16(at + 192);
         return p;
-    }
-    /// Columns of a cell may lie in two pages of 16 tokens.
-    static constexpr int octet_parts = key ? 1 : parts;
-    /// Where a block in shared memory has the parameters of a cell's columns.
-    template <class Source>
-    __device__ __forceinline__ static void find_columns(std::uint32_t (&at)[octet_parts],
-                                                        const Source& source, const tile_tokens& tile,
-                                                        int row, int column, int lane) {
-#pragma unroll
-        for (int part = 0; part < octet_parts; ++part) {
-            const int token_in_tile =
-                key ? row + (tables == 2 ? lane & slice_tokens : 0) : column + part * page_columns;
-            const int token = (tile.first + token_in_tile) % page;
-            const int number = key ? token / group * dim + column : row / group * page + token;
-            at[part] = source.block(0, token_in_tile).at + static_cast<std::uint32_t>(number * 2);
-        }
     }
     template <int Octet>
     __device__ __forceinline__ void make_octet(std::uint32_t (&x)[4], const octet_parameters& shared,
