@@ -441,6 +441,7 @@ int main(int argc, char** argv) {
         run<cuda::preset_pair<mix4, 128>>("mix4", s, set);
         run<cuda::preset_pair<mix4, 128>>("mix4-plan", s, set);
         run<cuda::preset_pair<mix5, 128>>("mix5-plan", s, set);
+        run<cuda::preset_pair<mix6, 128>>("mix6-plan", s, set);
         run<plain<3>>("plain3", s, set);
         run<cuda::preset_pair<low3, 128>>("low3", s, set);
         run<cuda::preset_pair<low3, 128>>("low3-plan", s, set);

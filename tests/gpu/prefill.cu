@@ -569,7 +569,7 @@ int main() {
         "Hadamard before keys of 4 and 2 bits, rotated values", few);
 #endif
 #if !defined(PART) || PART == 3
-    check_format<cuda::preset_pair<mix4, 128>, float16>("mix4");
+    check_format<cuda::preset_pair<mix5, 128>, float16>("mix5");
 #endif
 #if !defined(PART) || PART == 5
     check_format<cuda::kivi_pair<4, 64, 512, 64>, float16>("kivi-4-g64, head_dim 512", few);

@@ -26,6 +26,12 @@ static_assert(cuda::detail::no_warps<cuda::block_pair<nvfp4, int8, 64, 32>> == c
 // device_value() knows no transform in front of it.
 static_assert(cuda::detail::no_reader_of<hadamard<nvfp4>>(tensor::key) == cuda::detail::own_blocks);
 
+/// Every preset has the fast kernel, with a plan of its keys as well.
+template <class... Presets>
+constexpr bool in_warps = (... && (cuda::detail::no_warps<cuda::preset_pair<Presets, 128>> == nullptr &&
+                                   cuda::detail::no_warps<cuda::preset_pair<Presets, 64>> == nullptr));
+static_assert(in_warps<low2, low3, std4, nested4, mix4, mix5, std5, mix6, hi6, ref8>);
+
 /// Rows of tokens with a scale of the tensor, where they have one.
 template <int Layout>
 struct scaled_rows : rows_of<Layout> {

@@ -373,7 +373,7 @@ int main(int argc, char** argv) {
     check_commit<cuda::preset_pair<std4, 64, 32>>(3, 80);
 #endif
 #if !defined(PART) || PART == 2
-    check<bfloat16, cuda::preset_pair<mix4, 128>, cuda::preset_pair<low3, 128>>("mix4 -> low3");
+    check<bfloat16, cuda::preset_pair<mix5, 128>, cuda::preset_pair<low3, 128>>("mix5 -> low3");
     check<float16, cuda::preset_pair<mix4, 128>, cuda::preset_pair<low3, 128>>("mix4 -> low3", 2);
     check<float16, cuda::preset_pair<low3, 128>>("low3", 1);
     check<bfloat16, cuda::preset_pair<low3, 80, 32>>("low3, dim 80, page 32", 2);

@@ -6,9 +6,9 @@
 //   bytes    high and low ones lie in shared memory, [tile of columns][column][quad], since their numbers are
 //            found at run time
 //   scores   one width after the other, a step of 8 quads (one product) at a time: lane (g, t) takes quads 2t
-//            and 2t + 1 of the step, at any width. Codes are shifted to the top of their bytes (scales
-//            are those of such codes), so that a fixed-point step weighs the same in every column and all
-//            widths share their sums.
+//            and 2t + 1 of the step, at any width but 8 bits: there t and t + 4, whose words lie in different
+//            banks. Codes are shifted to the top of their bytes (scales are those of such codes), so that a
+//            fixed-point step weighs the same in every column and all widths share their sums.
 //
 // A segment's bytes start at a multiple of a step; what lies between is zero, and with it whatever a step
 // reads behind the codes.
@@ -56,13 +56,14 @@ struct mixed_warp_tile {
 
     // Shared memory: as in the page, with Tokens rows. Where blocks do not start on lines of 128 bytes, the
     // codes' last one is not shared with parameters, since its vectors are permuted. The last step of the
-    // last width may read three lines too many.
+    // last width may read three lines too many, of 8 bits seven.
     static constexpr bool skewed = Pair::key_block_bytes % std::size_t{128} != 0;  // as in warp_tile.cuh
     static constexpr int codes_bytes = Tokens * row_words * 4;
     static constexpr int scale_at = codes_bytes + (skewed ? 128 : 0);
     static constexpr int bias_at = scale_at + section;
     static constexpr int shared_at = bias_at + section;
-    static constexpr int bytes = larger(shared_at + round_up(shared_bytes, 16), codes_bytes + 3 * 128);
+    static constexpr int bytes = larger(shared_at + round_up(shared_bytes, 16),
+                                        codes_bytes + (width_list::values[0] == 8 ? 7 : 3) * 128);
     static constexpr int slot_bytes = bytes + (skewed ? 112 : 0);
 
     // Scratch: high and low bytes.
@@ -89,7 +90,8 @@ struct mixed_warp_tile {
         if (page % 32 != 0) return "pages of keys of several widths are not a multiple of 32 tokens";
         if (Tokens % 32 != 0 || page % Tokens != 0)
             return "the tokens that a warp takes do not divide a page";
-        if (width_list::values[0] == 8) return "8 bits are among several widths of keys";
+        if (width_list::values[0] == 8 && dim > 256)
+            return "8 bits are among several widths of keys of more than 256 channels";
         if (group != page) {
             if (group % 32 != 0) return odd_groups;
             if (page % group != 0) return "groups do not divide a page";
@@ -99,6 +101,11 @@ struct mixed_warp_tile {
         return nullptr;
     }();
 
+    /// Where the word of a width's i-th quad stands among the bytes: the two of a lane side by side.
+    template <int Bits>
+    KVQ_HD static constexpr int place_of(int i) {
+        return Bits == 8 ? (i & ~7) + 2 * (i & 3) + (i >> 2 & 1) : i;
+    }
     /// Quads of every width of a head.
     __device__ __forceinline__ static head_type head_of(const std::uint16_t* plan) {
         return quads_of<scheme, dim>(plan);
@@ -247,8 +254,8 @@ struct head_keys<mixed_warp_tile<Pair, Tokens>, Rows4> {
         int none = 0, begin = 0;
         static_for<keys::widths_with_codes>([&](auto w) {
             const int n = quads.of[decltype(w)::value];
-            if (n % keys::step_quads != 0) none = begin + n;
             begin += round_up(n, keys::step_quads);
+            if (n % keys::step_quads != 0) none = begin - 1;
         });
         if (begin < keys::stride) none = begin;
 #pragma unroll
@@ -261,7 +268,7 @@ struct head_keys<mixed_warp_tile<Pair, Tokens>, Rows4> {
             static_for<keys::widths_with_codes>([&](auto w) {
                 constexpr int W = decltype(w)::value, bits = keys::width_list::values[W];
                 if (quad >= from && quad < smaller(from + quads.of[W], keys::quads)) {
-                    word = static_cast<unsigned>(start + quad - from);
+                    word = static_cast<unsigned>(start + keys::template place_of<bits>(quad - from));
                     exponent = keys::factor_exponent(keys::code_bits - bits);
                 }
                 from += quads.of[W];
@@ -446,7 +453,8 @@ __device__ __forceinline__ void score_mixed(float (&scores)[WarpTile::tiles][Row
             int line = First * own_words;
             static_for<planes::count>([&](auto plane) {
                 constexpr int P = decltype(plane)::value, per = planes::quads_per_word(P);
-                at[P] = segment + 128u * static_cast<std::uint32_t>(line + 2 * id.t / per);
+                at[P] =
+                    segment + 128u * static_cast<std::uint32_t>(line + (per == 1 ? id.t : 2 * id.t / per));
                 turn[P] = pair::template turn<P>(id.t);
                 line += ceil_div(n, per);
             });
@@ -461,14 +469,19 @@ __device__ __forceinline__ void score_mixed(float (&scores)[WarpTile::tiles][Row
                 static_for<Count>([&](auto in_run) {
                     constexpr int I = decltype(in_run)::value;
                     uint4 c{0, 0, 0, 0}, d{0, 0, 0, 0};
-                    static_for<planes::count>([&](auto plane) {
-                        constexpr int P = decltype(plane)::value;
-                        const uint4 v = load_shared_16(WarpTile::swizzle(at[P] + I * tile_bytes));
-                        pair::template add<P>(v.x, turn[P], c.x, d.x);
-                        pair::template add<P>(v.y, turn[P], c.y, d.y);
-                        pair::template add<P>(v.z, turn[P], c.z, d.z);
-                        pair::template add<P>(v.w, turn[P], c.w, d.w);
-                    });
+                    if constexpr (bits == 8) {
+                        c = load_shared_16(WarpTile::swizzle(at[0] + I * tile_bytes));
+                        d = load_shared_16(WarpTile::swizzle(at[0] + I * tile_bytes + 4 * 128));
+                    } else {
+                        static_for<planes::count>([&](auto plane) {
+                            constexpr int P = decltype(plane)::value;
+                            const uint4 v = load_shared_16(WarpTile::swizzle(at[P] + I * tile_bytes));
+                            pair::template add<P>(v.x, turn[P], c.x, d.x);
+                            pair::template add<P>(v.y, turn[P], c.y, d.y);
+                            pair::template add<P>(v.z, turn[P], c.z, d.z);
+                            pair::template add<P>(v.w, turn[P], c.w, d.w);
+                        });
+                    }
 #pragma unroll
                     for (int m = 0; m < Rows4; ++m) {
                         const uint2 q = b[I / tiles_of_run][m];
