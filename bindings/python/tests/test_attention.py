@@ -154,6 +154,11 @@ class OtherMemory(Base):
             kvq.Rows("mlx-4-g64", of[0], order="HND", biases=of[2])
         with self.assertRaisesRegex(kvq.ArgumentError, "with other strides; both must be laid out alike"):
             kvq.Rows("mlx-4-g64", of[0], order="HND", scales=of[1], biases=of[2][:, ::-1])
+        one = [np.ascontiguousarray(x[1:]) for x in sides[0]._held]
+        one[2] = np.lib.stride_tricks.as_strided(one[2], one[2].shape, (7, *one[2].strides[1:]))  # nothing lies 7 bytes on
+        alone = kvq.Rows("mlx-4-g64", one[0], order="HND", scales=one[1], biases=one[2])
+        self.expect(kvq.attend_rows(alone, alone, q, tokens=tokens),
+                    kvq.attend_rows(sides[0], sides[0], q, tokens=tokens, block_table=[1]), 1e-6)
         few = kvq.Rows("mlx-4-g64", of[0], order="HND", scales=of[1])
         with self.assertRaisesRegex(kvq.ArgumentError, "64 bytes, 4 of scales and 0 of biases .* 128 channels take 64, 4 and 4"):
             kvq.attend_rows(few, few, q, tokens=tokens)

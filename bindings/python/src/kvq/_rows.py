@@ -56,7 +56,8 @@ class Rows:
                 raise TypeError(f"{name} is a {type(x).__name__}, neither a numpy array nor a torch tensor")
             if len(x.shape) != 4 or (x.element_size() if is_torch(x) else getattr(x, "itemsize", 1)) != 1:
                 raise ArgumentError(f"kvq: {name} is {x.dtype} {list(x.shape)}, not bytes with four axes, {order} in blocks")
-            address, strides = _memory(x, name, False)
+            address, of_axes = _memory(x, name, False)
+            strides = tuple([stride if n > 1 else 1 for stride, n in zip(of_axes, x.shape)])  # else it means nothing
             setattr(self._c, name, address)
             if name == "biases":
                 same = (self._c.scale_block_stride, self._c.scale_token_stride, self._c.scale_head_stride)
