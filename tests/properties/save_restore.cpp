@@ -137,12 +137,14 @@ TEST_CASE_TEMPLATE("without 16-bit copies all is the same but trims into pages t
         const auto shape = test::random_cache_shape(random, random.between(1, 3), 20);
         auto options = test::random_options(random);
         options.page_tokens = random.pick(std::vector<int>{8, 16, 33});
-        options.recent = random.between(0, 8);
-        options.rollback = random.between(20, 50);
+        // The page of token n - 1, below, is quantized and has copies, and would not be quantized at n.
+        options.recent = random.between(1, 8);
+        options.rollback = options.recent + options.page_tokens + random.between(0, 20);
+        options.repack = 0.0f;  // codes stay
         options.layers = test::rotate_formats<C>(shape.layers);
         auto cache = test::make_cache<C>(shape, options);
         const test::stream s(random, shape, 300);
-        const int held = random.between(60, 150);
+        const int held = random.between(70, 150);
         auto sequence = cache.new_sequence();
         append(sequence, shape.layers, s, 0, held);
         const auto u = sequence.usage();
