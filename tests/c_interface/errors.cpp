@@ -10,10 +10,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <kvq/format/find_format.hpp>
+#include <kvq/kvq.hpp>
 #include <limits>
 #include <new>
 #include <regex>
 #include <set>
+#include <span>
 #include <sstream>
 #include <string>
 #include <tuple>
@@ -1113,6 +1116,53 @@ TEST_CASE("a receiver keeps its pages when there is no memory for the sequence")
         REQUIRE(kvq_sequence_dequantize(f.made, layer, KVQ_VALUE, 0, &got.t) == KVQ_OK);
         CHECK(sent.x == got.x);
     }
+}
+
+TEST_CASE("a reserved step of a C++ program takes nothing from the heap, in pages of any format") {
+    constexpr int tokens = 200, channels = 64;
+    rows k(tokens, kv_heads, channels), v(tokens, kv_heads, channels), q(2, q_heads, channels),
+        out(2, q_heads, channels);
+    for (rows* const x : {&k, &v, &q})
+        for (int number = 0; float& value : x->x) value = static_cast<float>(number++ * 37 % 101 - 50) / 25;
+    std::int32_t count = 0, done = 0;
+    REQUIRE(kvq_format_count(&count) == KVQ_OK);
+    for (std::int32_t i = 0; i < count; ++i) {
+        auto entry = init<kvq_format_entry>();
+        REQUIRE(kvq_format_list(i, &entry) == KVQ_OK);
+        if (entry.keys == 0) continue;
+        const std::string name = entry.name;
+        INFO(name);
+        const kvq::format_pair formats{kvq::find_format(name, kvq::tensor::key),
+                                       kvq::find_format(name, kvq::tensor::value)};
+        const auto of = [&](const rows& x, int heads) {
+            return kvq::token_view<const float>(x.x.data(), x.t.tokens, heads, channels);
+        };
+        try {
+            auto options = kvq::preset_options(formats);
+            options.statistics = kvq::key_statistics::off;  // a plan of keys takes memory
+            kvq::cache cache({.layers = 1, .kv_heads = kv_heads, .head_dim = channels}, options);
+            auto s = cache.new_sequence();
+            kvq::workspace space;
+            const kvq::step_request step{&s, tokens, 2};
+            cache.reserve(std::span(&step, 1), q_heads, 1, space);
+            const kvq::prefill_request one{&s, of(k, kv_heads), of(v, kv_heads), of(q, q_heads),
+                                           kvq::token_view<float>(out.x.data(), 2, q_heads, channels)};
+            bool failed = false;
+            fail_at = 0;
+            try {
+                cache.prefill(0, std::span(&one, 1), kvq::causal{}, kvq::serial_executor{}, space);
+            } catch (const std::bad_alloc&) {
+                failed = true;
+            }
+            fail_at = -1;
+            CHECK(!failed);
+            CHECK(s.usage().reserved == 0);
+            ++done;
+        } catch (const std::invalid_argument&) {
+            continue;  // other channels
+        }
+    }
+    CHECK(done > 3);
 }
 
 }  // namespace errors_tests

@@ -25,6 +25,7 @@ inline code_meaning of_both(code_meaning upper) noexcept {
 
 class plane_codes {
 public:
+    plane_codes(const plane_codes&) = delete;
     plane_codes(const product_blocks& of, const block_shape& shape, const block_id& id,
                 const std::byte* block)
         : shape_(shape),
@@ -37,17 +38,24 @@ public:
         const auto line = [](const grouped_axis& axis) { return axis.padded_size() + 64; };
         row_line_ = line(codes_.rows());
         col_line_ = line(codes_.cols);
-        fill(row_scale_, row_line_ * codes_.cols.groups(), 1.0f);
-        fill(row_bias_, row_line_ * codes_.cols.groups(), 0.0f);
-        fill(col_scale_, col_line_ * codes_.rows().groups(), 1.0f);
-        fill(col_bias_, col_line_ * codes_.rows().groups(), 0.0f);
+        const auto floats = [](int of_line, int groups) {
+            return static_cast<std::size_t>(of_line) * static_cast<std::size_t>(groups);
+        };
+        const std::size_t of_rows = floats(row_line_, codes_.cols.groups()),
+                          of_columns = floats(col_line_, codes_.rows().groups()),
+                          all = 2 * (of_rows + of_columns);
+        if (all > most_here) beyond_.resize(all);
+        row_scale_ = all > most_here ? beyond_.data() : here_;
+        row_bias_ = fill(row_scale_, of_rows, 1.0f);
+        col_scale_ = fill(row_bias_, of_rows, 0.0f);
+        col_bias_ = fill(col_scale_, of_columns, 1.0f);
+        fill(col_bias_, of_columns, 0.0f);
         if (use_.row_scale || use_.row_bias)
             for (int g = 0; g < codes_.cols.groups(); ++g)
-                source.rows(source, g, row_scale_.data() + g * row_line_, row_bias_.data() + g * row_line_);
+                source.rows(source, g, row_scale_ + g * row_line_, row_bias_ + g * row_line_);
         if (use_.columns())
             for (int g = 0; g < codes_.rows().groups(); ++g)
-                source.columns(source, g, col_scale_.data() + g * col_line_,
-                               col_bias_.data() + g * col_line_);
+                source.columns(source, g, col_scale_ + g * col_line_, col_bias_ + g * col_line_);
     }
 
     /// values: [token][channel].
@@ -106,6 +114,7 @@ public:
 
 private:
     static constexpr int in_word = 8, most_rows = tile_layout::tile_rows;
+    static constexpr std::size_t most_here = 8192;
     /// Neighbouring rows of a tile, and a word of each: `word` is that of the first. Padding has column -1.
     struct strip {
         int row, height, slot, set;
@@ -117,9 +126,10 @@ private:
         float inner[most_rows], bias[most_rows], outer[most_rows];
     };
 
-    static void fill(detail::tagged_vector<float>& v, int n, float x) {
-        v.resize(static_cast<std::size_t>(n));
-        for (float& f : v) f = x;
+    /// Returns what is behind.
+    static float* fill(float* to, std::size_t n, float x) noexcept {
+        for (std::size_t i = 0; i < n; ++i) to[i] = x;
+        return to + n;
     }
     /// The bits of byte j % 4, in its low or its high half.
     static int shift_of(int j) noexcept { return 8 * (j % 4) + 4 * (j / 4); }
@@ -139,7 +149,7 @@ private:
     KVQ_INLINE numbers numbers_of(const strip& at, int j) const noexcept {
         const int c = at.first_column + j,
                   line = (codes_.cols.count == 1 ? 0 : c / codes_.cols.stride) * row_line_ + at.slot;
-        const float *const row_scale = row_scale_.data() + line, *const row_bias = row_bias_.data() + line;
+        const float *const row_scale = row_scale_ + line, *const row_bias = row_bias_ + line;
         const auto column = static_cast<std::size_t>(at.set) + static_cast<std::size_t>(c);
         const float col_scale = col_scale_[column], col_bias = col_bias_[column];
         const bool rows_first = use_.row_bias || !use_.col_bias;
@@ -180,7 +190,11 @@ private:
     const std::byte* block_;
     std::byte* lower_;
     int row_line_, col_line_;
-    detail::tagged_vector<float> row_scale_, row_bias_, col_scale_, col_bias_;
+    // Parameters in the places of rows and of columns, group by group. Those of nested8 in pages of up to 256
+    // tokens and 512 channels take no memory, as a reserved step promises.
+    float *row_scale_, *row_bias_, *col_scale_, *col_bias_;
+    alignas(64) float here_[most_here];
+    detail::tagged_vector<float> beyond_;
 };
 
 }}}  // namespace kvq::kernels
