@@ -185,7 +185,8 @@ public:
     /// sequence::prefill_bytes() is a lower bound. What is left goes back when the last layer has its tokens;
     /// the next reserve() of the sequence gives back what it did not use, release_reserved() at once. In
     /// between the sequences must not be changed nor forked. Raises kvq::error, kvq::out_of_memory or
-    /// std::bad_alloc; nothing is reserved then. O(sequences * layers + added pages)
+    /// std::bad_alloc; nothing is reserved then, but live pages of states may stay. O(sequences * layers +
+    /// added pages)
     void reserve(std::span<const step_request> batch, int q_heads, int threads, workspace& space,
                  const mods_view& mods = causal{});
 

@@ -305,8 +305,8 @@ KVQ_FUNC void sequence::reserve_step(int n) {
         fresh.end_layer(capacity > table.spans.capacity() ? capacity : 0, commits, 1,
                         cache_->is_shared(static_cast<int>(layer)));
     }
-    if (state_) state_->reserve();
     fresh.fill(cache_->pool());
+    if (state_) state_->reserve();
     stock_.swap(fresh);
     for (int layer = 0; layer < cache_->layer_count(); ++layer)
         if (!cache_->takes_steps(layer)) stock_.end_step();  // no call of the step is for this layer
