@@ -158,10 +158,16 @@ status launch_latents(Launch, Args args, void* workspace, std::size_t workspace_
                                            typename Launch::args_type{args});
         !s)
         return s;
-    return launch("launching the merge of latent attention", overlap::yes, merge_latents_kernel<Args>,
-                  dim3(static_cast<unsigned>(kvq::detail::ceil_div(args.a.rows, merge_latents_threads / 32)),
-                       static_cast<unsigned>(sequences)),
-                  merge_latents_threads, 0, stream, args);
+    constexpr int warps = merge_latents_threads / 32;
+    const auto merge = [&](auto* kernel, int of_block) {
+        return launch("launching the merge of latent attention", overlap::yes, kernel,
+                      dim3(static_cast<unsigned>(kvq::detail::ceil_div(args.a.rows, of_block)),
+                           static_cast<unsigned>(sequences)),
+                      merge_latents_threads, 0, stream, args);
+    };
+    return 1LL * sequences * args.a.rows <= 8LL * Launch::cluster * room.shares
+               ? merge(merge_latents_kernel<warps, Args>, 1)
+               : merge(merge_latents_kernel<1, Args>, warps);
 }
 
 template <class T, class... Parts>

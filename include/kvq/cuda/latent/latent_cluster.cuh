@@ -224,6 +224,7 @@ requires(Shape::cluster == 2) __device__ __forceinline__
             products_wait<0>();
             done_with(last);
         }
+        launch_merge();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
@@ -261,7 +262,6 @@ __global__ void __launch_bounds__((warpgroup_threads<Shape::threads>), 1)
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
     // By a shuffle, what depends on the warp is known to be the same for all lanes.
     const int warp = __shfl_sync(0xffffffffu, thread / 32, 0);
-    launch_dependents();
     if (thread == 0) {
         for (int i = 0; i < Shape::stages; ++i) {
             const auto stage = latent_stage<memory>::of(place, i);

@@ -215,6 +215,7 @@ requires(!Shape::many) __device__ __forceinline__
             done_with(last);
             read = last + 1;
         }
+        launch_merge();
 #pragma unroll
         for (int c = 0; c < columns; ++c) {
 #pragma unroll

@@ -92,6 +92,8 @@ struct listed_rows {
     static constexpr int held = kvq::detail::smaller(steps, kvq::detail::larger(1, Words / octet_words));
     using set_type = typename set_of<S>::type;
     static constexpr bool prefetches = true;
+    /// Steps that follow each other and have the same token in all lanes.
+    static constexpr int per_token = octets % 32 == 0 ? octets / 32 : 1;
 
     struct tokens {
         std::uintptr_t at = 0;  // words of the lane's token: lanes i and 16 + i have the same
@@ -136,17 +138,22 @@ struct listed_rows {
                 for (int i = 0; i < lines; i += 2) prefetch_line(at + (i + lane / 16) * 128);
             }
     }
-    /// Asks for the octet of a step. first: step of the warp.
+    /// Where the words of the token of a step lie. first: step of the warp.
     template <int Step>
-    __device__ __forceinline__ void fetch(const tokens& of, int first, int lane) {
+    __device__ __forceinline__ static std::uintptr_t row(const tokens& of, int first, int lane) {
+        return __shfl_sync(0xffffffffu, of.at, listed_place::of<octets>(first + Step, lane).token);
+    }
+    /// Asks for the octet of a step.
+    template <int Step>
+    __device__ __forceinline__ void fetch(std::uintptr_t of_token, int first, int lane) {
         const auto at = listed_place::of<octets>(first + Step, lane);
         const auto* const from =
-            reinterpret_cast<const std::uint32_t*>(__shfl_sync(0xffffffffu, of.at, at.token)) +
-            at.octet * (octet_words * height);
+            reinterpret_cast<const std::uint32_t*>(of_token) + at.octet * (octet_words * height);
 #pragma unroll
         for (int k = 0; k < octet_words; ++k) word[Step % held][k] = fetch_word(from + k * height);
     }
     /// As cell_batch computes x^. octet: of those of the cut.
+    template <int Step>
     __device__ __forceinline__ void halves(std::uint32_t (&x)[4], [[maybe_unused]] const tokens& of,
                                            const std::uint32_t (&w)[octet_words], [[maybe_unused]] int token,
                                            [[maybe_unused]] int octet, [[maybe_unused]] int cut) const {
@@ -158,6 +165,12 @@ struct listed_rows {
             std::uint32_t both = 0, low = 0;
 #pragma unroll
             for (int i = 0; i < sets; ++i) {
+                // Of a step with 256 channels of one token: sets that have none of their groups.
+                constexpr bool cut_by_groups = Cuts == 1 || cut_channels % group == 0;
+                constexpr int begin = Step % per_token * 256, end = begin + 256;
+                if (octets % 32 == 0 && cut_by_groups &&
+                    ((i + 1) * 2 * group <= begin || i * 2 * group >= end))
+                    continue;
                 const half_parameters h = of.parameters[i].halves();
                 const int from = g % 2 * 16 + token;
                 const std::uint32_t own_both = h.scale | static_cast<std::uint32_t>(h.bias) << 16,
@@ -212,11 +225,16 @@ __device__ __forceinline__ std::uint32_t any_word(const Rows& rows) {
 template <int Batch, class Rows>
 __device__ __forceinline__ void fetch_listed(Rows& rows, const typename Rows::tokens& of, int first,
                                              int lane) {
-    if (of.own != 0)
-        static_for<Rows::held>([&](auto number) {
-            constexpr int step = Batch * Rows::held + decltype(number)::value;
-            if constexpr (step < Rows::steps) rows.template fetch<step>(of, first, lane);
-        });
+    if (of.own == 0) return;
+    std::uintptr_t row = 0;
+    static_for<Rows::held>([&](auto number) {
+        constexpr int i = decltype(number)::value, step = Batch * Rows::held + i;
+        if constexpr (step < Rows::steps) {
+            if constexpr (i == 0 || step % Rows::per_token == 0)
+                row = Rows::template row<step>(of, first, lane);
+            rows.template fetch<step>(row, first, lane);
+        }
+    });
 }
 /// Stores all octets, of which the first batch has been asked for, and asks for that of the next tile. to:
 /// of the first token and channel of the cut. Whole: anything in rows of other tokens, too.
@@ -239,7 +257,7 @@ __device__ __forceinline__ void store_listed(Rows& rows, const typename Rows::to
             fetch_listed<0>(rows, next, first, lane);
         const auto convert = [&]<int I>(std::integral_constant<int, I>, std::uint32_t(&x)[4]) {
             const auto at = listed_place::of<Rows::octets>(first + batch * Rows::held + I, lane);
-            rows.halves(x, now, word[I], at.token, at.octet, cut);
+            rows.template halves<batch * Rows::held + I>(x, now, word[I], at.token, at.octet, cut);
             return at;
         };
         const auto place = [&](const listed_place& at) {

@@ -210,6 +210,7 @@ requires Shape::many __device__ __forceinline__ void consume_latents(const Args&
             done_with(last);
             read = last + 1;
         }
+        launch_merge();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);

@@ -203,6 +203,7 @@ struct listed_records {
                          sets = ceil_div(scale_words, 2);
 
     static constexpr bool prefetches = false;
+    static constexpr int per_token = 1;
     struct tokens {
         const std::byte* row = nullptr;   // of the lane's token: lanes i and 16 + i have the same
         unsigned own = 0;                 // bit i: token i is of this part
@@ -225,12 +226,15 @@ struct listed_records {
         return of;
     }
     template <int Step>
-    __device__ __forceinline__ void fetch(const tokens& of, int first, int lane) {
+    __device__ __forceinline__ static std::uintptr_t row(const tokens& of, int first, int lane) {
+        return __shfl_sync(0xffffffffu, reinterpret_cast<std::uintptr_t>(of.row),
+                           ((first + Step) * 32 + lane) / octets);
+    }
+    template <int Step>
+    __device__ __forceinline__ void fetch(std::uintptr_t of_token, int first, int lane) {
         constexpr int i = Step % held;
-        const int at = (first + Step) * 32 + lane;
-        const auto* const from = reinterpret_cast<const std::uint32_t*>(__shfl_sync(
-                                     0xffffffffu, reinterpret_cast<std::uintptr_t>(of.row), at / octets)) +
-                                 at % octets * octet_words;
+        const auto* const from = reinterpret_cast<const std::uint32_t*>(of_token) +
+                                 ((first + Step) * 32 + lane) % octets * octet_words;
         if constexpr (octet_words == 4) {
             const uint4 v = fetch_16(reinterpret_cast<const uint4*>(from));
             word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
@@ -241,6 +245,7 @@ struct listed_records {
             word[i][0] = fetch_word(from);
         }
     }
+    template <int>
     __device__ __forceinline__ void halves(std::uint32_t (&x)[4], const tokens& of,
                                            const std::uint32_t (&w)[octet_words], int token, int octet,
                                            int) const {

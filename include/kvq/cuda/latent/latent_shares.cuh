@@ -273,6 +273,10 @@ __device__ __forceinline__ void note_bounds(const Args& a, const latent_piece& p
     if (piece.ends) a.bounds[piece.item].last = piece.share;
 }
 
+/// Lets the merge take its place when the products of a piece are done. Earlier, all of its thread blocks
+/// would wait on the few multiprocessors that have no share.
+__device__ __forceinline__ void launch_merge() { launch_dependents(); }
+
 /// What 64 tokens of a tile show: bit i, is token i held, and seen by somebody? page: of lane i, of tokens
 /// 16 i to 16 i + 15. All lanes of a warp.
 template <class Pair>
@@ -297,27 +301,73 @@ __device__ __forceinline__ std::uint64_t shown_of_tile(const cache_part<Pair>& p
 
 inline constexpr int merge_latents_threads = 128;
 
-/// Merges the pieces of rows and writes them; see finish_channels. A warp has a query row of a sequence.
-template <class Args>
+/// Merges the pieces of rows and writes them; see finish_channels. So many warps of a thread block share a
+/// row of a sequence: few rows would otherwise be merged by few multiprocessors, since thread blocks take
+/// their places where others have ended first.
+template <int RowWarps, class Args>
 __global__ void __launch_bounds__(merge_latents_threads)
     merge_latents_kernel(const __grid_constant__ Args args) {
     constexpr int dim = Args::first_pair::value_dim, own = dim % 128 == 0 ? 4 : 2,
-                  steps = ceil_div(dim, 32 * own);
+                  steps = ceil_div(dim, 32 * own * RowWarps),
+                  batch = kvq::detail::larger(1, 8 / steps);  // pieces that are read at once
     wait_for_predecessor();
+    launch_dependents();
     const auto& a = args.a;
-    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32,
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32,
               sequence = static_cast<int>(blockIdx.y),
-              row = static_cast<int>(blockIdx.x) * (merge_latents_threads / 32) + thread / 32;
-    if (row >= a.rows) return;
+              row = static_cast<int>(blockIdx.x) * (merge_latents_threads / 32 / RowWarps) + warp / RowWarps,
+              first_step = warp % RowWarps * steps;
+    if (row >= a.rows) return;  // all warps of it
     const int row_block = row / args.block_rows, of_block = row - row_block * args.block_rows,
               item = sequence * args.row_blocks + row_block;
     const share_bounds bounds = args.bounds[item];
     const int token = a.row_token(sequence, row), head = a.row_head(0, row);
-    float top = -INFINITY, sum = 0.0f;
-    for (int share = bounds.first + lane; share <= bounds.last; share += 32)
-        top = fmaxf(top, args.state(item + share, of_block)[0]);
+    struct alignas(own * sizeof(float)) numbers {
+        float x[own];
+    };
+    float top = -INFINITY, sum = 0.0f, output[steps][own] = {};
+    const auto channel_of = [&](int step) { return ((first_step + step) * 32 + lane) * own; };
+    const auto raise = [&](float high) {
+        const float factor = top == -INFINITY ? 0.0f : exp2_fast(top - high);
+        sum *= factor;
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, step));
+        for (int i = 0; i < steps; ++i)
+#pragma unroll
+            for (int k = 0; k < own; ++k) output[i][k] *= factor;
+        top = high;
+    };
+#pragma unroll 1
+    for (int first = bounds.first; first <= bounds.last; first += batch) {
+        const int count = kvq::detail::smaller(batch, bounds.last - first + 1);
+        // Of piece `first + lane`.
+        float2 header = {-INFINITY, 0.0f};
+        if (lane < count)
+            header = *reinterpret_cast<const float2*>(args.state(item + first + lane, of_block));
+        numbers v[batch][steps] = {};
+#pragma unroll
+        for (int k = 0; k < batch; ++k) {
+            if (k >= count) break;
+            const float* const state = args.state(item + first + k, of_block) + state_header;
+#pragma unroll
+            for (int i = 0; i < steps; ++i)
+                if (channel_of(i) < dim) v[k][i] = *reinterpret_cast<const numbers*>(state + channel_of(i));
+        }
+        float high = header.x;
+#pragma unroll
+        for (int step = batch / 2; step > 0; step /= 2)
+            high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, step));
+        raise(fmaxf(top, __shfl_sync(0xffffffffu, high, 0)));
+        const float factor = header.x == -INFINITY ? 0.0f : exp2_fast(header.x - top);
+#pragma unroll
+        for (int k = 0; k < batch; ++k) {
+            const float own_factor = __shfl_sync(0xffffffffu, factor, k);
+            sum = fmaf(__shfl_sync(0xffffffffu, header.y, k), own_factor, sum);
+#pragma unroll
+            for (int i = 0; i < steps; ++i)
+#pragma unroll
+                for (int c = 0; c < own; ++c) output[i][c] = fmaf(v[k][i].x[c], own_factor, output[i][c]);
+        }
+    }
     if (args.sink_logits != nullptr) {
         const std::size_t at = static_cast<std::size_t>(token) * static_cast<std::size_t>(a.q.heads) +
                                static_cast<std::size_t>(head);
@@ -325,35 +375,18 @@ __global__ void __launch_bounds__(merge_latents_threads)
         const float before = a.state_in == nullptr ? -INFINITY : a.state_in[at * (dim + 2)];
         if (fmaxf(top, before) != -INFINITY) {
             const float sink = sink_score(args.sink_logits[head]);
-            top = fmaxf(top, sink);
-            sum = exp2_fast(sink - top);
-        }
-    }
-    struct alignas(own * sizeof(float)) numbers {
-        float x[own];
-    };
-    float output[steps][own] = {};
-#pragma unroll 4
-    for (int share = bounds.first; share <= bounds.last; ++share) {
-        const float* const state = args.state(item + share, of_block);
-        const float factor = state[0] == -INFINITY ? 0.0f : exp2_fast(state[0] - top);
-        sum = fmaf(state[1], factor, sum);
-#pragma unroll
-        for (int i = 0; i < steps; ++i) {
-            const int channel = (i * 32 + lane) * own;
-            if (channel >= dim) break;
-            const auto v = *reinterpret_cast<const numbers*>(state + state_header + channel);
-#pragma unroll
-            for (int k = 0; k < own; ++k) output[i][k] = fmaf(v.x[k], factor, output[i][k]);
+            raise(fmaxf(top, sink));
+            sum += exp2_fast(sink - top);
         }
     }
 #pragma unroll
-    for (int i = 0; i < steps; ++i) {
-        const int channel = (i * 32 + lane) * own;
-        if (channel < dim) finish_channels(a, token, head, channel, top, sum, output[i]);
-    }
-    __syncwarp();
-    if (lane == 0) finish_header(a, token, head, top, sum);
+    for (int i = 0; i < steps; ++i)
+        if (channel_of(i) < dim) finish_channels(a, token, head, channel_of(i), top, sum, output[i]);
+    if constexpr (RowWarps > 1)
+        __syncthreads();
+    else
+        __syncwarp();
+    if (first_step == 0 && lane == 0) finish_header(a, token, head, top, sum);
 }
 
 }}}  // namespace kvq::cuda::detail

@@ -248,7 +248,6 @@ __global__ void __launch_bounds__((warpgroup_threads<Shape::threads>), 1)
     extern __shared__ __align__(1024) std::byte swizzled_memory[];
     const std::uint32_t place = shared_address(swizzled_memory);
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-    launch_dependents();
     if (thread == 0)
         for (int i = 0; i < Shape::stages; ++i) {
             const auto stage = latent_stage<memory>::of(place, i);
