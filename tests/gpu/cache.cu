@@ -3119,8 +3119,14 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
         graph_steps = std::min(graph_steps, long_run);
     }
     const int only = argc > 2 ? std::atoi(argv[2]) : 0;
-    const auto run = [&](const both_options& o, int seed, const char* name, int steps, int moves = 3) {
-        if (only == 0 || only == seed) history(o, static_cast<unsigned>(seed), name).run(steps, moves);
+    // rearranged: so many erases, shifts and splices at the least.
+    const auto run = [&](const both_options& o, int seed, const char* name, int steps, int moves = 3,
+                         int rearranged = 0) {
+        if (only != 0 && only != seed) return;
+        history h(o, static_cast<unsigned>(seed), name);
+        h.run(steps, moves);
+        CHECK(h.rearranged + h.spliced >= rearranged, "%s: %d erases and shifts, %d splices", name,
+              h.rearranged, h.spliced);
     };
     if (only == 0) {
         check_refusals();
@@ -3143,7 +3149,8 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
         check_lists();
     }
     run({}, 1, "4 sinks, 40 recent", long_run);
-    run({.prompt_scratch = 0}, 9, "keys that move", long_run / 3, 40);
+    run({.prompt_scratch = 0}, 9, "keys that move", long_run / 2, 75,
+        long_run / 4);
     run({.sinks = 0, .recent = 3, .rollback = 0, .draft_tokens = 3}, 2, "no sinks, 3 recent", long_run / 2,
         10);
     // Four groups: windows of two lengths, full attention of two shapes and formats.
