@@ -479,7 +479,6 @@ private:
                         format_changes& changes);
     status convert_pages(detail::layer_group& g, int from, int target,
                          std::span<const detail::page_pair> pages, const page_ref& plan, cudaStream_t stream);
-    void adopt_plan(std::size_t group) noexcept;
     status ensure_plans(std::span<const sequence_id> ids, int new_tokens, bool cross, cudaStream_t stream);
     status settle(std::span<const sequence_id> ids, cudaStream_t stream);
     requantize_report report_of(const format_changes& changes, std::size_t in_use) const;

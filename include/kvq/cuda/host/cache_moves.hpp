@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cache_pages.hpp"
+#include "group_plans.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
@@ -526,7 +527,9 @@ inline status cache::append_prompt(int layer, const input_view& k, const input_v
     input_view opened = k;
     opened.tokens = g.now.opened;
     if (status s = turn_keys(layer, opened, common::larger(1, opened.tokens), nullptr, stream); !s) return s;
-    return g.append_prompt(member_of(layer), opened, k, v, stream);
+    if (status s = g.append_prompt(member_of(layer), opened, k, v, stream); !s) return s;
+    if (g.missing_layers() == 0) detail::adopt_plan(g, std::exchange(g.plans.begun, {}));
+    return {};
 }
 
 }}}  // namespace kvq::cuda

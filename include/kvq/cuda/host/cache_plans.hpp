@@ -16,15 +16,6 @@
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
 
-/// The plan of the last prompt becomes that of the cache, if it should have one and the prompt still stands.
-inline void cache::adopt_plan(std::size_t group) noexcept {
-    detail::key_plans& plans = groups_[group].plans;
-    const page_ref made = std::exchange(plans.candidate, {});
-    if (options_.statistics != key_statistics::shared || plans.shared || !made) return;
-    if (is_here(plans.candidate_of) && entry_of(plans.candidate_of).pages[group].plan.get() == made.get())
-        plans.shared = made;
-}
-
 /// Sees to a free plan page for each of these sequences that will make one with new_tokens tokens more.
 inline status cache::ensure_plans(std::span<const sequence_id> ids, int new_tokens, bool cross,
                                   cudaStream_t stream) {
@@ -47,7 +38,6 @@ inline status cache::settle(std::span<const sequence_id> ids, cudaStream_t strea
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         detail::layer_group& g = groups_[i];
         if (g.plans.tokens == 0) continue;
-        adopt_plan(i);
         std::vector<int> wanted(g.quantized.size(), 0);
         std::vector<sequence_id> waiting;
         for (const sequence_id id : ids) {
@@ -89,7 +79,7 @@ inline status cache::settle(std::span<const sequence_id> ids, cudaStream_t strea
                 return result;
             }
             s.commit_due(g.geometry, fresh);
-            if (makes && options_.statistics == key_statistics::shared) g.plans.shared = s.plan;
+            if (makes) detail::adopt_plan(g, s.plan);
             e.version = ++versions_;
         }
     }

@@ -235,10 +235,7 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
         const bool plans_keys = g.plans.takes(e.pages[i].target()) &&
                                 e.pages[i].completes(new_tokens, g.geometry) &&
                                 detail::take_plan(g, e.pages[i]);
-        if (plans_keys) {
-            g.plans.candidate = e.pages[i].plan;
-            g.plans.candidate_of = id;
-        }
+        g.plans.begun = plans_keys ? e.pages[i].plan : page_ref{};
         found.push_back(g.begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>() + slot_bytes,
                                        slot_list, plans_keys, to));
         g.now.paged_before = found.back().before;

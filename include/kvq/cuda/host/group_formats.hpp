@@ -101,9 +101,8 @@ struct key_plans {
     device_pages pages;      ///< of 16-bit numbers, [layers] of each page's
     std::vector<int> first;  ///< by format: its numbers in a layer's plans; -1: its keys take no plan
     page_ref even;
-    page_ref shared;           ///< of all sequences (key_statistics::shared), once there is one
-    page_ref candidate;        ///< the plan of the prompt that has begun
-    sequence_id candidate_of;  ///< whose it is
+    page_ref shared;  ///< of all sequences (key_statistics::shared), once there is one
+    page_ref begun;   ///< of the prompt that has begun, until all layers have it
 
     bool takes(int format) const noexcept {
         return tokens > 0 && first[static_cast<std::size_t>(format)] >= 0;

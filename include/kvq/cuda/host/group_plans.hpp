@@ -74,4 +74,9 @@ inline bool take_plan(layer_group& g, sequence_pages& s) noexcept {
     return !late && !g.plans.shared;
 }
 
+/// A plan that is made becomes that of all sequences, if they are to have one.
+inline void adopt_plan(layer_group& g, const page_ref& made) noexcept {
+    if (g.options->statistics == key_statistics::shared && !g.plans.shared) g.plans.shared = made;
+}
+
 }}}  // namespace kvq::cuda::detail

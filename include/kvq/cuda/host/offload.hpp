@@ -491,10 +491,9 @@ struct cache_access {
         const sequence_id id = fresh.id;
         for (std::size_t i = 0; i < plans.size(); ++i) {
             take_pages(gpu.groups_[i], plans[i]);
-            if (plans[i].plans.any()) {
-                page_ref& plan = plans[i].pages.plan = gpu.groups_[i].plans.pages.pages().take();
-                if (status s = plans[i].plans.send(gpu.groups_[i], plan->number, stream); !s) return s;
-            }
+            if (plans[i].plans.any())
+                if (status s = plans[i].plans.place(gpu.groups_[i], plans[i].pages.plan, stream); !s)
+                    return s;
             gpu.entry_of(id).pages[i] = plans[i].pages;
         }
         page_pool scratch(cpu.pool().memory());

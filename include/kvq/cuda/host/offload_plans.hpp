@@ -5,6 +5,7 @@
 // and format is refused.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -23,14 +24,9 @@ public:
         formats_.assign(static_cast<std::size_t>(g.shape.layers * g.kinds()), {});
         kinds_ = g.kinds();
         if (!plan || plan.get() == g.plans.even.get()) return {};
-        const std::size_t bytes = g.plans.pages.memory().key_page_bytes;
-        std::vector<std::uint16_t> words(bytes / sizeof(std::uint16_t));
+        std::vector<std::uint16_t> words(static_cast<std::size_t>(g.plans.words()));
         for (int member = 0; member < g.shape.layers; ++member) {
-            cudaError_t code =
-                cudaMemcpyAsync(words.data(), g.plans.pages.memory().page(tensor::key, member, plan->number),
-                                bytes, cudaMemcpyDeviceToHost, stream);
-            if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
-            if (code != cudaSuccess) return runtime_error(code, "moving plans");
+            if (status s = copy(g, member, plan->number, words, cudaMemcpyDeviceToHost, stream); !s) return s;
             for (int f = 0; f < g.kinds(); ++f) {
                 if (!g.plans.takes(f)) continue;
                 const format& of = base(f);
@@ -73,32 +69,63 @@ public:
     }
     /// Has the sequence keys that a plan, or the even one, must read?
     bool any() const noexcept { return any_; }
-    /// Writes a plan page.
-    status send(const layer_group& g, int number, cudaStream_t stream) const {
-        const std::size_t bytes = g.plans.pages.memory().key_page_bytes;
-        std::vector<std::uint16_t> words(bytes / sizeof(std::uint16_t));
-        for (int member = 0; member < g.shape.layers; ++member) {
-            for (int f = 0; f < g.kinds(); ++f) {
-                if (!g.plans.takes(f)) continue;
-                const int of_head = words_of(g, f);
-                std::uint16_t* const to = &words[first(g, f)];
-                for (int head = 0; head < g.shape.kv_heads; ++head)
-                    g.format.functions->even_plan(f, to + head * of_head);
-                if (const format& plan = of(member, f)) {
-                    std::string text(plan.functions().plans->write_text(plan.scheme(), nullptr), ' ');
-                    (void)plan.functions().plans->write_text(plan.scheme(), text.data());
-                    write_words(common::plan_of_text(text.data(), text.size(), widths_of(g, f)), of_head, to);
+    /// The plan page of a sequence: one that the cache has for several, where that holds what is known of
+    /// its plans, so that splice() finds one plan; else a new one, of which a page is free. Waits for the
+    /// stream.
+    status place(layer_group& g, page_ref& plan, cudaStream_t stream) const {
+        std::vector<std::uint16_t> words, there(static_cast<std::size_t>(g.plans.words()));
+        for (const page_ref& known : {g.plans.even, g.plans.shared}) {
+            bool same = static_cast<bool>(known);
+            for (int member = 0; member < g.shape.layers && same; ++member) {
+                if (status s = copy(g, member, known->number, there, cudaMemcpyDeviceToHost, stream); !s)
+                    return s;
+                write(g, member, words);
+                for (int f = 0; f < g.kinds(); ++f) {
+                    if (!of(member, f) && even_[at(member, f)] == 0) continue;
+                    const auto from = static_cast<std::ptrdiff_t>(first(g, f));
+                    same = same && std::equal(words.begin() + from,
+                                              words.begin() + from + g.shape.kv_heads * words_of(g, f),
+                                              there.begin() + from);
                 }
             }
-            cudaError_t code = cudaMemcpyAsync(g.plans.pages.memory().page(tensor::key, member, number),
-                                               words.data(), bytes, cudaMemcpyHostToDevice, stream);
-            if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
-            if (code != cudaSuccess) return runtime_error(code, "moving plans");
+            if (!same) continue;
+            plan = known;
+            return {};
+        }
+        plan = g.plans.pages.pages().take();
+        for (int member = 0; member < g.shape.layers; ++member) {
+            write(g, member, words);
+            if (status s = copy(g, member, plan->number, words, cudaMemcpyHostToDevice, stream); !s) return s;
         }
         return {};
     }
 
 private:
+    /// The numbers of a layer's plans.
+    void write(const layer_group& g, int member, std::vector<std::uint16_t>& words) const {
+        words.assign(static_cast<std::size_t>(g.plans.words()), 0);
+        for (int f = 0; f < g.kinds(); ++f) {
+            if (!g.plans.takes(f)) continue;
+            const int of_head = words_of(g, f);
+            std::uint16_t* const to = &words[first(g, f)];
+            for (int head = 0; head < g.shape.kv_heads; ++head)
+                g.format.functions->even_plan(f, to + head * of_head);
+            if (const format& plan = of(member, f)) {
+                std::string text(plan.functions().plans->write_text(plan.scheme(), nullptr), ' ');
+                (void)plan.functions().plans->write_text(plan.scheme(), text.data());
+                write_words(common::plan_of_text(text.data(), text.size(), widths_of(g, f)), of_head, to);
+            }
+        }
+    }
+    static status copy(const layer_group& g, int member, int number, std::vector<std::uint16_t>& words,
+                       cudaMemcpyKind kind, cudaStream_t stream) {
+        void* const page = g.plans.pages.memory().page(tensor::key, member, number);
+        const bool down = kind == cudaMemcpyDeviceToHost;
+        cudaError_t code = cudaMemcpyAsync(down ? words.data() : page, down ? page : words.data(),
+                                           words.size() * sizeof(std::uint16_t), kind, stream);
+        if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
+        return code == cudaSuccess ? status{} : runtime_error(code, "moving plans");
+    }
     std::size_t at(int member, int f) const noexcept { return static_cast<std::size_t>(member * kinds_ + f); }
     static std::size_t first(const layer_group& g, int f) noexcept {
         return static_cast<std::size_t>(g.plans.first[static_cast<std::size_t>(f)]);
