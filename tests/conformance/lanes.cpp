@@ -483,6 +483,23 @@ TEST_CASE_TEMPLATE("rows as codes: parts, bytes of four rows, words as high and 
         for (int h = 0; h < 2; ++h)
             check_turned(sums, bytes_of(v[h]), [&](int k) { return k / 8 * 16 + 8 * h + k % 8; });
 
+        std::vector<float> numbers;
+        for (int k = 0; k < 2 * L::width; ++k)
+            numbers.push_back(static_cast<float>(f.random.between(-99, 99)));
+        const auto lower = L::load_floats(numbers.data()), upper = L::load_floats(numbers.data() + L::width);
+        float lanes[L::width], found[L::width];
+        L::store_floats(lanes, L::sum_lanes(lower, upper));
+        std::int32_t places[L::width];
+        for (auto& x : places) x = f.random.between(0, 2 * L::width - 1);
+        L::store_floats(found, L::lookup(lower, upper, L::load(reinterpret_cast<const std::byte*>(places))));
+        for (int k = 0; k < L::width; ++k) {
+            float sum = 0;
+            for (int lane = 0; lane < L::width / 4; ++lane)
+                sum += numbers[static_cast<std::size_t>(k / 4 % 2 * L::width + lane * 4 + k % 4)];
+            REQUIRE(lanes[k] == sum);
+            REQUIRE(found[k] == numbers[static_cast<std::size_t>(places[k])]);
+        }
+
         typename io::words a = f.words(), b = f.words();
         for (auto* const of : {&a, &b})
             for (auto& x : *of) x = f.random.between(-32512, 32512);

@@ -1,7 +1,6 @@
 // Products of bytes with rows of tokens: numbers of up to eight bits that share a scale, where a CPU
 // multiplies bytes faster than floats.
 //
-//   turn_keys<Lanes, Nibbles>      [width tokens][word of 4 channels]: a word of each token in a vector
 //   begin_code_operands            x as 16 bits
 //   code_keys<Lanes, Q>            y[i][t] = sum_g scale[g][t] sum_c code[t][c] x[i][c]
 //   code_weights<Lanes, Q>         w[i][t] scale[g][t] as 16 bits, for four groups of channels
@@ -65,19 +64,30 @@ struct code_rows {
                 offset);
     }
     explicit operator bool() const { return of_bytes || of_nibbles; }
-    /// Where channel c of an operand of keys lies, which has four channels to a word of codes.
+    /// Where channel c of an operand of keys lies: [64 channels][vector of codes][lane][byte of a word].
     int key_place(int c) const {
-        if (of_bytes) return c;
-        return pairs ? c / 8 * 8 + c % 2 * 4 + c % 8 / 2
-                     : c / row_chunk * row_chunk + c % 16 / 4 * 8 + c % row_chunk / 16 * 4 + c % 4;
+        const int byte = of_bytes ? c
+                         : pairs  ? c / 2
+                                  : c / row_chunk * 16 + c % 16,
+                  half = pairs ? c % 2 : c % row_chunk / 16, word = byte % 16 / 4, lane = byte % 64 / 16;
+        const int place = of_bytes ? byte / 64 * 64 + word * 16
+                                   : (byte / 64 * 2 + word / 2) * 64 + (word % 2 * 2 + half) * 16;
+        return place + lane * 4 + byte % 4;
+    }
+    /// The group of lane k of the codes of 64 channels.
+    int key_group(int pass, int lane, int group_channels) const {
+        return of_bytes               ? 2 * pass + lane / 2
+               : group_channels == 16 ? pass / 2 * 8 + 2 * lane + pass % 2
+                                      : pass / 2 * 4 + lane;
     }
 };
 
 /// The largest magnitude of what codes are multiplied with: high bytes end at 127.
 inline constexpr float code_operand_limit = 32512.0f;
 
-/// Vector v of the codes of rows, or of the parts of it between their scales; fewer words in the last one.
-template <class Lanes, bool Nibbles>
+/// Vector v of the codes of rows: of half bytes without scales between them as many words as there are, else
+/// of parts between scales, of which the last one may be there twice.
+template <class Lanes, bool Nibbles, bool InParts>
 class code_loader {
 public:
     using ints = typename Lanes::ints;
@@ -85,41 +95,32 @@ public:
 
     code_loader(const row_pass& r, int v)
         : words_(detail::smaller(Lanes::width, r.dim / (Nibbles ? 8 : 4) - v * Lanes::width)),
-          in_parts_(r.front > 0),
-          at_(std::ptrdiff_t{v} * parts * (in_parts_ ? r.chunk_bytes : 4 * part_words) + r.front) {
+          at_(std::ptrdiff_t{v} * parts * r.chunk_bytes + r.front) {
         for (int i = 1; i < parts; ++i)
             part_[i - 1] = std::ptrdiff_t{detail::smaller(i, words_ / part_words - 1)} * r.chunk_bytes;
     }
     KVQ_INLINE ints load(const std::byte* row) const {
-        if (in_parts_) return Lanes::load_parts(row + at_, part_);
-        return words_ == Lanes::width ? Lanes::load(row + at_) : Lanes::load(row + at_, words_);
+        if constexpr (InParts)
+            return Lanes::load_parts(row + at_, part_);
+        else
+            return Lanes::load(row + at_, words_);
     }
 
 private:
     int words_;
-    bool in_parts_;
     std::ptrdiff_t at_, part_[parts - 1];
 };
-
-/// Vectors of a row, and bytes of one that is turned, of a vector of tokens.
-template <class Lanes>
-constexpr int row_vectors_of(int dim, bool nibbles) noexcept {
-    return detail::ceil_div(dim, (nibbles ? 8 : 4) * Lanes::width);
-}
-template <class Lanes>
-constexpr int turned_bytes(bool nibbles) noexcept {
-    return (nibbles ? 8 : 4) * Lanes::width * Lanes::width;
-}
 
 /// Bytes of 128 channels: of half bytes, of a vector.
 inline int bytes_of_128(const row_pass& r, bool nibbles) {
     return r.front > 0 ? 4 * r.chunk_bytes : nibbles ? 64 : 128;
 }
-/// Without branches: of a line twice costs less.
-KVQ_INLINE void prefetch_128(const std::byte* from, int bytes) {
+/// Without branches: a line too many costs less.
+template <bool Nibbles>
+KVQ_INLINE void prefetch_128(const std::byte* from) {
     detail::prefetch(from);
-    detail::prefetch(from + detail::smaller(bytes - 1, 64));
-    detail::prefetch(from + detail::smaller(bytes - 1, 128));
+    detail::prefetch(from + 64);
+    if constexpr (!Nibbles) detail::prefetch(from + 128);
 }
 
 /// The codes in the bytes of a, or in its low half bytes.
@@ -138,50 +139,23 @@ KVQ_INLINE typename Lanes::ints table_of(const code_rows& codes) {
         return Lanes::splat(static_cast<std::int32_t>(0x80808080u));
 }
 
-/// Two vectors of tokens, from `first` on.
-template <class Lanes, bool Nibbles>
-KVQ_NOINLINE void turn_keys(const row_pass& pass, const code_rows& codes, int first, std::byte* out) {
-    using ints = typename Lanes::ints;
-    constexpr int width = Lanes::width, bytes = 4 * width, turned = turned_bytes<Lanes>(Nibbles);
-    const row_pass r = pass;
-    const ints table = table_of<Lanes, Nibbles>(codes);
-    const int vectors = row_vectors_of<Lanes>(r.dim, Nibbles);
-    // In this order compilers do not keep the addresses of all rows.
-    for (int v = 0; v < vectors; ++v) {
-        const code_loader<Lanes, Nibbles> loader(r, v);
-        for (int k = 0; k < 2; ++k) {
-            const std::byte* const* const rows = r.rows + first + k * width;
-            std::byte* to = out + (k * vectors + v) * turned;
-            ints words[width];
-            KVQ_UNROLL
-            for (int i = 0; i < width; ++i) {
-                words[i] = loader.load(rows[i]);
-            }
-            Lanes::transpose(words);
-            KVQ_UNROLL
-            for (int j = 0; j < width; ++j) {
-                Lanes::store(to, codes_of<Lanes, Nibbles>(words[j], table));
-                to += bytes;
-                if constexpr (Nibbles) {
-                    Lanes::store(to, codes_of<Lanes, true>(Lanes::template shift_right<4>(words[j]), table));
-                    to += bytes;
-                }
-            }
-        }
-    }
-}
-
-/// Four operands of keys: [word][operand][high, low], of groups and operands -offset times the sum, the sum,
-/// and steps. Steps are NaN where an operand is not finite.
+/// Four operands of keys. Of 64 channels: [operand][vector of codes][high, low] a word of each 128-bit
+/// lane, four times, then -offset times the sums of the lanes. Of groups the sums, and steps, which are NaN
+/// where an operand is not finite.
 struct code_operands {
     float* all;
-    int dim, groups;
+    int passes, groups;  ///< two passes for each 128 channels
 
-    static constexpr int floats(int dim, int groups) noexcept { return 2 * dim + 8 * groups + 4; }
-    std::uint32_t* words() const { return reinterpret_cast<std::uint32_t*>(all); }
-    std::int32_t* starts() const { return reinterpret_cast<std::int32_t*>(all + 2 * dim); }
-    float* sums() const { return all + 2 * dim + 4 * groups; }
-    float* steps() const { return all + 2 * dim + 8 * groups; }
+    static constexpr int of_operand = 2 * 4 * 16, of_pass = 4 * (of_operand + 16);
+    static constexpr int floats(int passes, int groups) noexcept { return passes * of_pass + 4 * groups + 4; }
+    std::uint32_t* words(int pass, int operand) const {
+        return reinterpret_cast<std::uint32_t*>(all) + pass * of_pass + operand * of_operand;
+    }
+    std::int32_t* starts(int pass, int operand) const {
+        return reinterpret_cast<std::int32_t*>(all) + pass * of_pass + 4 * of_operand + operand * 16;
+    }
+    float* sums() const { return all + passes * of_pass; }
+    float* steps() const { return sums() + 4 * groups; }
     bool finite() const {
         float zero = 0.0f;
         for (int i = 0; i < 4; ++i) zero += steps()[i] * 0.0f;
@@ -189,13 +163,15 @@ struct code_operands {
     }
 };
 
-/// scratch: 4 * dim floats.
+/// scratch: 4 * 64 floats and as many words for each pass.
 template <class Lanes>
 KVQ_NOINLINE void begin_code_operands(const code_rows& codes, const float* x, std::ptrdiff_t x_stride,
-                                      int count, const code_operands& to, float* scratch) {
-    const int dim = to.dim, group = dim / to.groups;
+                                      int count, int dim, const code_operands& to, float* scratch) {
+    const int padded = 64 * to.passes, group = dim / to.groups;
+    auto* const four = reinterpret_cast<std::uint32_t*>(scratch + 4 * padded);
     for (int i = 0; i < 4; ++i) {
-        float* const row = scratch + i * dim;
+        float* const row = scratch + i * padded;
+        std::memset(row, 0, static_cast<std::size_t>(padded) * sizeof(float));
         float most = 0.0f, zero = 0.0f;
         for (int c = 0; c < dim; ++c) {
             const float value = i < count ? x[i * x_stride + c] : 0.0f;
@@ -205,7 +181,7 @@ KVQ_NOINLINE void begin_code_operands(const code_rows& codes, const float* x, st
         }
         const float step = detail::larger(most / code_operand_limit, 0x1p-126f);
         to.steps()[i] = step + zero;
-        for (int c = 0; c < dim; c += Lanes::width) {
+        for (int c = 0; c < padded; c += Lanes::width) {
             const auto whole =
                 zero == 0.0f ? Lanes::multiply(Lanes::load_floats(row + c), Lanes::splat_float(1.0f / step))
                              : Lanes::splat_float(0.0f);
@@ -214,82 +190,152 @@ KVQ_NOINLINE void begin_code_operands(const code_rows& codes, const float* x, st
         const auto* const whole = reinterpret_cast<const std::int32_t*>(row);
         for (int g = 0; g < to.groups; ++g) {
             std::int32_t sum = 0;
-            for (int c = g * group; c < (g + 1) * group; ++c) sum += whole[c];
-            to.starts()[4 * g + i] = -codes.offset * sum;
+            for (int c = g * group; c < (g + 1) * group; ++c) sum += whole[codes.key_place(c)];
             to.sums()[4 * g + i] = static_cast<float>(sum);
         }
+        for (int p = 0; p < to.passes; ++p)
+            for (int lane = 0; lane < 4; ++lane) {
+                std::int32_t sum = 0;
+                for (int c = 0; c < 16; ++c) sum += whole[64 * p + c / 4 * 16 + 4 * lane + c % 4];
+                for (int k = 0; k < 4; ++k) to.starts(p, i)[4 * lane + k] = -codes.offset * sum;
+            }
     }
-    for (int c = 0; c < dim; c += Lanes::width) {
+    for (int c = 0; c < padded; c += Lanes::width) {
         typename Lanes::ints a[4];
         for (int i = 0; i < 4; ++i)
-            a[i] = Lanes::load(reinterpret_cast<const std::byte*>(scratch + i * dim + c));
-        Lanes::store_high_low_of_four(to.words() + 2 * c, a);
+            a[i] = Lanes::load(reinterpret_cast<const std::byte*>(scratch + i * padded + c));
+        Lanes::store_high_low_of_four(four + 2 * c, a);
     }
+    for (int p = 0; p < to.passes; ++p)
+        for (int i = 0; i < 4; ++i) {
+            std::uint32_t* out = to.words(p, i);
+            for (int j = 0; j < 8; ++j)  // vector, and high or low
+                for (int lane = 0; lane < 4; ++lane)
+                    for (int k = 0; k < 4; ++k)
+                        *out++ = four[(p * 16 + j / 2 * 4 + lane) * 8 + 2 * i + j % 2];
+        }
 }
 
-/// Of two vectors of tokens, whose codes are `second` bytes apart, for which operands are loaded once.
-/// scales, minima: of their first token. next: their rows that are prefetched meanwhile, a row with each
-/// word; bytes_of_next: of 128 channels.
-template <class Lanes, int Q>
-KVQ_NOINLINE void code_keys(const std::byte* codes, std::ptrdiff_t second, const std::byte* const* next,
-                            int bytes_of_next, const code_operands& operands, const float* scales,
-                            const float* minima, std::ptrdiff_t scale_stride, float* y,
-                            std::ptrdiff_t y_stride) {
+/// Rows are turned within 128-bit lanes: a lane of a vector of codes has a word of four tokens, its sums are
+/// those of a part of the channels. y: of as many tokens as fill vectors.
+template <class Lanes, int Q, bool Nibbles, bool InParts>
+KVQ_NOINLINE void code_keys(const row_pass& pass, const code_rows& codes, int group_channels,
+                            const code_operands& operands, float* y, std::ptrdiff_t y_stride) {
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
-    constexpr int width = Lanes::width, bytes = 4 * width;
-    const int groups = operands.groups, words_of_group = operands.dim / groups / 4;
-    const std::int32_t* starts = operands.starts();
-    const float* sums = operands.sums();
-    const std::uint32_t* operand = operands.words();
-    int row = 0;
-    std::ptrdiff_t of_row = 0;
-    floats sum[2][Q];
-    KVQ_UNROLL
-    for (int i = 0; i < Q; ++i) sum[0][i] = sum[1][i] = Lanes::splat_float(0.0f);
-    for (int g = 0; g < groups; ++g, starts += 4, sums += 4, scales += scale_stride) {
-        ints high[2][Q], low[2][Q];
-        KVQ_UNROLL
-        for (int i = 0; i < Q; ++i) {
-            high[0][i] = high[1][i] = Lanes::splat(0);
-            low[0][i] = low[1][i] = Lanes::splat(starts[i]);
-        }
-        for (int j = 0; j < words_of_group; ++j, codes += bytes, operand += 8) {
-            prefetch_128(next[row] + of_row, bytes_of_next);
-            if (++row == 2 * width) row = 0, of_row += bytes_of_next;
-            const ints code[2] = {Lanes::load(codes), Lanes::load(codes + second)};
-            KVQ_UNROLL
-            for (int i = 0; i < Q; ++i) {
-                const ints of_high = Lanes::splat(static_cast<std::int32_t>(operand[2 * i])),
-                           of_low = Lanes::splat(static_cast<std::int32_t>(operand[2 * i + 1]));
+    static_assert(Lanes::width == 16);
+    constexpr int together = 8;
+    const row_pass r = pass;
+    const ints table = table_of<Lanes, Nibbles>(codes);
+    const int next_bytes = bytes_of_128(r, Nibbles);
+    using loader_of = code_loader<Lanes, Nibbles, InParts>;
+    for (int p = 0; p < operands.passes; p += 2) {
+        // Bytes behind the row: the operands are zero.
+        const loader_of loaders[2] = {loader_of(r, Nibbles ? p / 2 : p),
+                                      loader_of(r, Nibbles                ? p / 2
+                                                   : (p + 1) * 64 < r.dim ? p + 1
+                                                                          : 0)};
+        std::ptrdiff_t of[2][4], behind[2][3];  // scales of lanes
+        for (int h = 0; h < 2; ++h)
+            for (int lane = 0; lane < 4; ++lane) {
+                const int group = codes.key_group(p + h, lane, group_channels);
+                of[h][lane] = std::ptrdiff_t{detail::smaller(group, operands.groups - 1)} * tokens_of_pass *
+                              std::ptrdiff_t{sizeof(float)};
+                if (lane > 0) behind[h][lane - 1] = of[h][lane] - of[h][0];
+            }
+        for (int first = 0; first < r.tokens; first += together) {
+            ints code[2][2][4];  // [64 channels][four tokens][vector]
+            alignas(64) float scale[2][2][Lanes::width];
+            const auto turn = [&](int h, int g, ints(&raw)[4]) KVQ_INLINE_LAMBDA {
                 KVQ_UNROLL
-                for (int k = 0; k < 2; ++k) {
-                    high[k][i] = Lanes::template dot<8>(high[k][i], code[k], of_high);
-                    low[k][i] = Lanes::template dot<8>(low[k][i], code[k], of_low);
+                for (int k = 0; k < 4; ++k) raw[k] = loaders[h].load(r.rows[first + 4 * g + k]);
+                Lanes::transpose_fours(raw);
+            };
+            KVQ_UNROLL
+            for (int g = 0; g < 2; ++g) {
+                ints raw[4];
+                if constexpr (Nibbles) {
+                    turn(0, g, raw);
+                    KVQ_UNROLL
+                    for (int k = 0; k < 4; ++k) {
+                        code[k / 2][g][k % 2 * 2] = codes_of<Lanes, true>(raw[k], table);
+                        code[k / 2][g][k % 2 * 2 + 1] =
+                            codes_of<Lanes, true>(Lanes::template shift_right<4>(raw[k]), table);
+                    }
+                } else {
+                    KVQ_UNROLL
+                    for (int h = 0; h < 2; ++h) {
+                        turn(h, g, raw);
+                        KVQ_UNROLL
+                        for (int k = 0; k < 4; ++k) code[h][g][k] = codes_of<Lanes, false>(raw[k], table);
+                    }
                 }
             }
-        }
-        KVQ_UNROLL
-        for (int k = 0; k < 2; ++k) {
-            const floats scale = Lanes::load_floats(scales + k * width);
             KVQ_UNROLL
-            for (int i = 0; i < Q; ++i)
-                sum[k][i] = Lanes::multiply_add(
-                    Lanes::to_floats(Lanes::add(Lanes::template shift_left<8>(high[k][i]), low[k][i])), scale,
-                    sum[k][i]);
-            if (minima) {
-                const floats minimum = Lanes::load_floats(minima + g * scale_stride + k * width);
+            for (int h = 0; h < 2; ++h) {
                 KVQ_UNROLL
-                for (int i = 0; i < Q; ++i)
-                    sum[k][i] = Lanes::multiply_add(Lanes::splat_float(sums[i]), minimum, sum[k][i]);
+                for (int g = 0; g < 2; ++g)
+                    Lanes::store(reinterpret_cast<std::byte*>(scale[h][g]),
+                                 Lanes::load_parts(
+                                     reinterpret_cast<const std::byte*>(r.scales + first + 4 * g) + of[h][0],
+                                     behind[h]));
+            }
+            const std::byte* const* next = r.next + first;
+            const std::ptrdiff_t of_next = std::ptrdiff_t{p / 2} * next_bytes;
+            for (int i = 0; i < Q; ++i) {
+                for (int k = 0; k < together / Q; ++k) prefetch_128<Nibbles>(*next++ + of_next);
+                ints high[2][2], low[2][2];
+                KVQ_UNROLL
+                for (int h = 0; h < 2; ++h) {
+                    KVQ_UNROLL
+                    for (int g = 0; g < 2; ++g) {
+                        high[h][g] = Lanes::splat(0);
+                        low[h][g] =
+                            Lanes::load(reinterpret_cast<const std::byte*>(operands.starts(p + h, i)));
+                    }
+                }
+                KVQ_UNROLL
+                for (int j = 0; j < 4; ++j) {
+                    KVQ_UNROLL
+                    for (int h = 0; h < 2; ++h) {
+                        const auto* const x =
+                            reinterpret_cast<const std::byte*>(operands.words(p + h, i)) + 128 * j;
+                        // Else compilers load them for every product.
+                        const ints of_high = Lanes::in_register(Lanes::load(x)),
+                                   of_low = Lanes::in_register(Lanes::load(x + 64));
+                        KVQ_UNROLL
+                        for (int g = 0; g < 2; ++g) {
+                            high[h][g] = Lanes::template dot<8>(high[h][g], code[h][g][j], of_high);
+                            low[h][g] = Lanes::template dot<8>(low[h][g], code[h][g][j], of_low);
+                        }
+                    }
+                }
+                floats sum[2];
+                KVQ_UNROLL
+                for (int g = 0; g < 2; ++g) {
+                    const auto whole = [&](int h) KVQ_INLINE_LAMBDA {
+                        return Lanes::to_floats(
+                            Lanes::add(Lanes::template shift_left<8>(high[h][g]), low[h][g]));
+                    };
+                    sum[g] = Lanes::multiply_add(whole(1), Lanes::load_floats(scale[1][g]),
+                                                 Lanes::multiply(whole(0), Lanes::load_floats(scale[0][g])));
+                }
+                float* const to = y + i * y_stride + first;
+                floats all = Lanes::sum_lanes(sum[0], sum[1]);
+                if (p > 0) all = Lanes::add(all, Lanes::load_floats(to, together));
+                Lanes::store_floats(to, all, together);
             }
         }
     }
-    KVQ_UNROLL
-    for (int i = 0; i < Q; ++i) {
-        KVQ_UNROLL
-        for (int k = 0; k < 2; ++k) Lanes::store_floats(y + i * y_stride + k * width, sum[k][i]);
-    }
+    if (!r.minima) return;
+    for (int i = 0; i < Q; ++i)
+        for (int t = 0; t < r.tokens; t += Lanes::width) {
+            floats all = Lanes::load_floats(y + i * y_stride + t);
+            for (int g = 0; g < operands.groups; ++g)
+                all = Lanes::multiply_add(Lanes::splat_float(operands.sums()[4 * g + i]),
+                                          Lanes::load_floats(r.minima + g * tokens_of_pass + t), all);
+            Lanes::store_floats(y + i * y_stride + t, all);
+        }
 }
 
 /// Groups of weights that are prepared together: their maxima fill a vector.
@@ -469,7 +515,7 @@ KVQ_NOINLINE void code_values(const row_pass& pass, const code_rows& codes, int 
         KVQ_UNROLL
         for (int i = 0; i < Q; ++i) w[i] = weights.words[0] + weight_place<Sets>(group, i);
         for (std::ptrdiff_t t = 0; t < r.tokens; t += 4, ++next) {
-            prefetch_128(*next + of_next, next_bytes);
+            prefetch_128<Nibbles>(*next + of_next);
             const std::byte* rows[4];
             KVQ_UNROLL
             for (int k = 0; k < 4; ++k) rows[k] = r.rows[t + k] + at;

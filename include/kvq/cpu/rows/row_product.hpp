@@ -70,7 +70,7 @@ public:
                                               by_codes_ ? code_bytes() : 0),
                                std::size_t{64});
         if (by_codes_) {
-            operands_ = take(detail::ceil_div(n, row_key_operands), code_operands::floats(dim_, groups_));
+            operands_ = take(detail::ceil_div(n, row_key_operands), operand_floats());
             weights_ = take(1, sizeof(code_weight_space) / sizeof(float));
         }
         addresses_ = at;
@@ -88,7 +88,7 @@ public:
             for (int i = 0; by_codes_ && i < n_; i += row_key_operands)
                 begin_code_operands<Lanes>(
                     codes_of_layout_, x + i * x_stride, x_stride, detail::smaller(n_ - i, row_key_operands),
-                    operands_of(i, workspace), reinterpret_cast<float*>(workspace + decoded_));
+                    dim_, operands_of(i, workspace), reinterpret_cast<float*>(workspace + decoded_));
     }
 
     /// ahead: distance to the rows that are read next; 0: none.
@@ -197,14 +197,15 @@ private:
         }
     }
 
-    /// Two vectors of tokens.
+    int key_passes() const { return 2 * detail::ceil_div(dim_, 128); }
+    int operand_floats() const { return detail::round_up(code_operands::floats(key_passes(), groups_), 16); }
+    /// Of begin_code_operands.
     std::size_t code_bytes() const {
-        return static_cast<std::size_t>(2 * row_vectors_of<Lanes>(dim_, codes_of_layout_.of_nibbles) *
-                                        turned_bytes<Lanes>(codes_of_layout_.of_nibbles));
+        return static_cast<std::size_t>(key_passes()) * 12 * 64 * sizeof(float);
     }
     code_operands operands_of(int i, std::byte* workspace) const {
         auto* const all = reinterpret_cast<float*>(workspace + operands_);
-        return {all + i / row_key_operands * code_operands::floats(dim_, groups_), dim_, groups_};
+        return {all + i / row_key_operands * operand_floats(), key_passes(), groups_};
     }
     /// False: not by codes.
     bool keys_by_codes(const prepared& p, float* y, std::ptrdiff_t y_stride, bool add,
@@ -213,25 +214,22 @@ private:
             if (!by_codes_ || !p.finite) return false;
             for (int i = 0; i < n_; i += row_key_operands)
                 if (!operands_of(i, workspace).finite()) return false;
-            std::byte* const codes = workspace + decoded_;
             auto* const lines = reinterpret_cast<float*>(workspace + lines_);
             const bool nibbles = codes_of_layout_.of_nibbles;
-            const int of_vector = row_vectors_of<Lanes>(dim_, nibbles) * turned_bytes<Lanes>(nibbles);
-            constexpr int step = 2 * Lanes::width;
-            for (int t = 0; t < p.pass.tokens; t += step) {
-                const int here = detail::smaller(p.pass.tokens - t, step);
-                (nibbles ? turn_keys<Lanes, true> : turn_keys<Lanes, false>)(p.pass, codes_of_layout_, t,
-                                                                             codes);
-                for (int i = 0; i < n_; i += row_key_operands) {
-                    const int count = detail::smaller(n_ - i, row_key_operands);
-                    const code_operands x = operands_of(i, workspace);
-                    const auto of = count > 1 ? &code_keys<Lanes, row_key_operands> : &code_keys<Lanes, 1>;
-                    of(codes, of_vector, p.pass.next + t, bytes_of_128(p.pass, nibbles), x, p.pass.scales + t,
-                       p.pass.minima ? p.pass.minima + t : nullptr, tokens_of_pass, lines, line_);
-                    for (int k = 0; k < count; ++k)
-                        put(lines + k * line_, here, x.steps()[k] * factor_ * codes_of_layout_.unit,
-                            y + (i + k) * y_stride + t, add);
-                }
+            for (int i = 0; i < n_; i += row_key_operands) {
+                const int count = detail::smaller(n_ - i, row_key_operands);
+                const code_operands x = operands_of(i, workspace);
+                const auto of = !nibbles ? (count > 1 ? &code_keys<Lanes, row_key_operands, false, true>
+                                                      : &code_keys<Lanes, 1, false, true>)
+                                : p.pass.front > 0
+                                    ? (count > 1 ? &code_keys<Lanes, row_key_operands, true, true>
+                                                 : &code_keys<Lanes, 1, true, true>)
+                                : count > 1 ? &code_keys<Lanes, row_key_operands, true, false>
+                                            : &code_keys<Lanes, 1, true, false>;
+                of(p.pass, codes_of_layout_, layout_.channels, x, lines, line_);
+                for (int k = 0; k < count; ++k)
+                    put(lines + k * line_, p.pass.tokens, x.steps()[k] * factor_ * codes_of_layout_.unit,
+                        y + (i + k) * y_stride, add);
             }
             return true;
         } else {
