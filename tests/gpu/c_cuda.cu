@@ -1827,16 +1827,22 @@ void strided_pages() {
     const uploaded<std::int32_t> starts({0, added[0], added[0] + added[1], many});
     const kvq_tensor tk = tensor_of(dk.get(), many, heads), tv = tensor_of(dv.get(), many, heads),
                      tq2 = tensor_of(dq.get(), many, queries), to2 = tensor_of(out.get(), many, queries);
-    out.poison();
-    OK(kvq_cuda_pages_prefill(kernels, &layer, &tk, &tv, &tq2, &to2, starts.get(), added[0], nullptr, nullptr,
-                              0, nullptr));
-    CUDA_OK(cudaStreamSynchronize(nullptr));
-    got = out.download();
-    for (int s = 0, first = 0; s < sequences; first += added[s++])
-        for (int i = 0; i < added[s]; ++i) {
-            const double e = error_of_row(got, s, first + i, lengths[s] + i, first);
-            CHECK(e <= 2e-3, "strided pages, a prompt, sequence %d: error %.3g", s, e);
-        }
+    std::size_t of_tiles = 0;
+    OK(kvq_cuda_pages_prefill_bytes(kernels, &layer, added[0], 0, &of_tiles));
+    const test::device_buffer<std::byte> tiles(of_tiles);
+    for (const std::size_t memory : {std::size_t{0}, of_tiles}) {
+        out.poison();
+        OK(kvq_cuda_pages_prefill(kernels, &layer, &tk, &tv, &tq2, &to2, starts.get(), added[0], nullptr,
+                                  memory == 0 ? nullptr : tiles.get(), memory, nullptr));
+        CUDA_OK(cudaStreamSynchronize(nullptr));
+        got = out.download();
+        for (int s = 0, first = 0; s < sequences; first += added[s++])
+            for (int i = 0; i < added[s]; ++i) {
+                const double e = error_of_row(got, s, first + i, lengths[s] + i, first);
+                CHECK(e <= 2e-3, "strided pages, a prompt with %zu bytes, sequence %d: error %.3g", memory, s,
+                      e);
+            }
+    }
     const int rows = lengths[0] + lengths[2];
     test::device_buffer<kvq::float16> of_keys(static_cast<std::size_t>(rows * heads * dim)),
         of_values(of_keys.size());

@@ -71,16 +71,18 @@ class EnginePages(OnGpu):
                 values[:n] = f.dequantize(made[i][column], torch.empty(64, KV, D))[:n]
                 self.assertEqual(bytes(target[i][page].cpu().tolist()), f.quantize(values))
             self.assertEqual(int(target[i][0].sum()) + int(target[i][3:].sum()), 0)
-        # Attention over pages as they lie.
-        q = normal(2, Q, D)
-        out = kvq.cuda.attend_pages(views[0], q, lengths)
-        k, v = (torch.cat([f.dequantize(page, torch.empty(64, KV, D)) for page in of_side]).repeat_interleave(Q // KV, 1)
-                for f, of_side in zip(of, made))
-        for i in range(2):
-            n = tokens - 1 + i
-            weights = (torch.einsum("hd,thd->ht", q[i].cpu().float(), k[:n]) / D ** 0.5).softmax(1)
-            want = torch.einsum("ht,thd->hd", weights, v[:n])
-            self.assertLess(((out[i].cpu().float() - want).norm() / want.norm()).item(), 3e-3)
+        # Attention over pages as they lie: of the last tokens, and of two new ones.
+        q, new = normal(2, Q, D), [normal(2, KV, D) for _ in range(2)]
+        starts = torch.tensor([0, 2], dtype=torch.int32, device=DEVICE)
+        outs = (kvq.cuda.attend_pages(views[0], q, lengths), kvq.cuda.prefill_pages(views[0], *new, q, lengths, starts, 2))
+        paged = [torch.cat([f.dequantize(page, torch.empty(64, KV, D)) for page in of_side])[:tokens] for f, of_side in zip(of, made)]
+        for out, first, (k, v) in zip(outs, (tokens - 1, tokens + 1),
+                                      (paged, [torch.cat([x, y.cpu().float()]) for x, y in zip(paged, new)])):
+            for i in range(2):
+                k_seen, v_seen = (x[:first + i].repeat_interleave(Q // KV, 1) for x in (k, v))
+                weights = (torch.einsum("hd,thd->ht", q[i].cpu().float(), k_seen) / D ** 0.5).softmax(1)
+                want = torch.einsum("ht,thd->hd", weights, v_seen)
+                self.assertLess(((out[i].cpu().float() - want).norm() / want.norm()).item(), 3e-3)
         with self.assertRaisesRegex(kvq.ArgumentError, "for 1 sequences"):
             kvq.cuda.attend_pages(views[0], q, lengths[:0])
         with self.assertRaisesRegex(kvq.ArgumentError, "none of the formats|none for std5|no kernels"):

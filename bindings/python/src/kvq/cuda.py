@@ -34,7 +34,7 @@ from ._sequence import File, Sequence as _HostSequence, save_options
 from ._tensors import Tensor, integers
 
 __all__ = ["Cache", "CacheInfo", "FormatEntry", "Pages", "PrefixCache", "PrefixStatistics", "Sequence", "StateView", "attend_pages",
-           "available", "convert_pages", "formats"]
+           "available", "convert_pages", "formats", "prefill_pages"]
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _NUMBERS = {torch.float16: _abi.FP16, torch.bfloat16: _abi.BF16}
@@ -734,7 +734,7 @@ class PrefixCache(Handle):
 
 
 class Pages:
-    """Keys and values of a batch in device memory of the caller, such as an engine's pages: for attend_pages and convert_pages.
+    """Keys and values of a batch in device memory of the caller, such as an engine's pages: for attend_pages, prefill_pages, convert_pages.
 
     format       by name: "fp8", "std4", "int8/std4", ... of formats(), or "fp16" and "bf16"
     keys         [pages][...]: a page is the blocks of all kv heads, one after the other (kvq's pages; FlashInfer's and vLLM's HND)
@@ -791,6 +791,24 @@ class Pages:
         self._c = _cuda_abi.kvq_cuda_part(pages=pages, table=block_table.data_ptr())
         self._page_tokens, self._dtype, self._workspace = page_tokens, dtype, torch.zeros(16, dtype=torch.uint8, device=block_table.device)
 
+    def _layer(self, tokens: torch.Tensor) -> Tuple[_cuda_abi.kvq_cuda_layer, torch.Tensor]:
+        """All tokens of the sequences in these pages, and what must live as long."""
+        name = self._c.pages.format.decode()
+        if name in _NAMES.values():
+            raise ArgumentError(f"kvq: pages are {name}; attention takes quantized ones")
+        _expect_on_device("tokens", tokens, torch.int32)
+        if tokens.shape != (self.sequences,):
+            raise ArgumentError(f"kvq: tokens have shape {list(tokens.shape)}, for {self.sequences} sequences")
+        committed = torch.div(tokens + (self._page_tokens - 1), self._page_tokens, rounding_mode="floor").to(torch.int32)
+        window = _cuda_abi.kvq_cuda_pages(keys=self._c.pages.keys, values=self._c.pages.values)  # it has no pages
+        return _cuda_abi.kvq_cuda_layer(
+            sequences=self.sequences, kv_heads=self.kv_heads, tokens=tokens.data_ptr(), committed=committed.data_ptr(),
+            parts=ctypes.pointer(self._c), part_count=1, columns=self.columns, window=window, window_table=self._c.table,
+            window_columns=1), committed
+
+    def _tensors(self, **given: torch.Tensor) -> List[Any]:
+        return [ctypes.byref(tensor(x, name, self._dtype)) for name, x in given.items()]
+
 
 def attend_pages(pages: Pages, q: torch.Tensor, tokens: torch.Tensor, out: Optional[torch.Tensor] = None, *,
                  lse: Optional[torch.Tensor] = None, **options: Any) -> torch.Tensor:
@@ -798,13 +816,11 @@ def attend_pages(pages: Pages, q: torch.Tensor, tokens: torch.Tensor, out: Optio
 
     q       [sequences x tokens][heads][head_dim] of pages' dtype
     tokens  int32 [sequences] on the device: of each sequence, all in pages
-    options  as of Cache.prefill. One stream at a time may use the same Pages; workspace is allocated by the first call
+    options  as of Cache.prefill. One stream at a time may use the same Pages; the first call allocates their workspace
     """
-    if pages._c.pages.format.decode() in _NAMES.values():
-        raise ArgumentError(f"kvq: pages are {pages._c.pages.format.decode()}; attend_pages takes quantized ones")
-    _expect_on_device("tokens", tokens, torch.int32)
-    if tokens.shape != (pages.sequences,) or q.shape[0] % max(pages.sequences, 1) != 0:
-        raise ArgumentError(f"kvq: q and tokens have shapes {list(q.shape)} and {list(tokens.shape)}, for {pages.sequences} sequences")
+    layer, _held = pages._layer(tokens)
+    if q.shape[0] % max(pages.sequences, 1) != 0:
+        raise ArgumentError(f"kvq: q has {q.shape[0]} tokens, for {pages.sequences} sequences")
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if pages.sequences == 0:
         return out
@@ -812,14 +828,36 @@ def attend_pages(pages: Pages, q: torch.Tensor, tokens: torch.Tensor, out: Optio
                out=ctypes.c_size_t)
     if pages._workspace.numel() < size:
         pages._workspace = torch.zeros(size, dtype=torch.uint8, device=tokens.device)
-    committed = torch.div(tokens + (pages._page_tokens - 1), pages._page_tokens, rounding_mode="floor").to(torch.int32)
-    window = _cuda_abi.kvq_cuda_pages(keys=pages._c.pages.keys, values=pages._c.pages.values)  # it has no pages
-    layer = _cuda_abi.kvq_cuda_layer(
-        sequences=pages.sequences, kv_heads=pages.kv_heads, tokens=tokens.data_ptr(), committed=committed.data_ptr(),
-        parts=ctypes.pointer(pages._c), part_count=1, columns=pages.columns, window=window, window_table=pages._c.table, window_columns=1)
     pages._f.kvq_cuda_pages_attend(
-        pages._kernels, ctypes.byref(layer), ctypes.byref(tensor(q, "q", pages._dtype)), ctypes.byref(tensor(out, "out", pages._dtype)),
-        ctypes.byref(attend_options(lse=lse, **options)), pages._workspace.data_ptr(), size,
+        pages._kernels, ctypes.byref(layer), *pages._tensors(q=q, out=out), ctypes.byref(attend_options(lse=lse, **options)),
+        pages._workspace.data_ptr(), size, _raw_stream(tokens.device.index) if _KIND == "cuda" else None)
+    return out
+
+
+def prefill_pages(pages: Pages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor,
+                  most_new_tokens: int, out: Optional[torch.Tensor] = None, *, lse: Optional[torch.Tensor] = None,
+                  **options: Any) -> torch.Tensor:
+    """Attention of new tokens over pages as they lie, and over each other, causal. Nothing is stored. Returns out.
+
+    k, v, q  [new tokens][heads][head_dim] of pages' dtype
+    tokens   int32 [sequences] on the device, before the new ones: all in pages
+    starts   int32 [sequences + 1] on the device: rows starts[s] to starts[s + 1] - 1 are those of sequence s
+    most_new_tokens  of one sequence
+    options  as of Cache.prefill
+    """
+    layer, _held = pages._layer(tokens)
+    _expect_on_device("starts", starts, torch.int32)
+    if starts.shape != (pages.sequences + 1,):
+        raise ArgumentError(f"kvq: starts have shape {list(starts.shape)}, for {pages.sequences} sequences")
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    if pages.sequences == 0:
+        return out
+    size = ask(pages._f.kvq_cuda_pages_prefill_bytes, pages._kernels, ctypes.byref(layer), most_new_tokens, 0, out=ctypes.c_size_t)
+    workspace = torch.empty(size, dtype=torch.uint8, device=tokens.device)
+    pages._f.kvq_cuda_pages_prefill(
+        pages._kernels, ctypes.byref(layer), *pages._tensors(k=k, v=v, q=q, out=out),
+        ctypes.cast(starts.data_ptr(), ctypes.POINTER(ctypes.c_int32)), most_new_tokens,
+        ctypes.byref(attend_options(lse=lse, **options)), workspace.data_ptr() if size else None, size,
         _raw_stream(tokens.device.index) if _KIND == "cuda" else None)
     return out
 

@@ -223,7 +223,6 @@ struct strided_functions {
     decltype(device_functions::prefill) prefill;
     decltype(device_functions::dequantize) dequantize;
     decltype(device_functions::workspace_bytes) workspace_bytes;
-    decltype(device_functions::prompt_scratch_bytes) prompt_scratch_bytes;
 };
 
 }  // namespace detail

@@ -56,8 +56,7 @@ struct strided_table {
         if (status s = check(l); !s) return s;
         return table::dequantize(l, part, keys, values, starts, stream);
     }
-    static constexpr strided_functions functions{&attend, &prefill, &dequantize, &table::workspace_bytes,
-                                                 &table::prompt_scratch_bytes};
+    static constexpr strided_functions functions{&attend, &prefill, &dequantize, &table::workspace_bytes};
 };
 
 }  // namespace detail
