@@ -483,6 +483,19 @@ TEST_CASE_TEMPLATE("rows as codes: parts, bytes of four rows, words as high and 
         for (int h = 0; h < 2; ++h)
             check_turned(sums, bytes_of(v[h]), [&](int k) { return k / 8 * 16 + 8 * h + k % 8; });
 
+        std::byte scales[bytes];
+        for (auto& x : scales) x = static_cast<std::byte>(f.random.between(0, 255));
+        typename L::floats of_scales[4];
+        L::load_e4m3_words(scales, of_scales);
+        for (int k = 0; k < 4; ++k) {
+            float out[L::width];
+            L::store_floats(out, of_scales[k]);
+            for (int i = 0; i < L::width; ++i) {
+                const auto code = static_cast<std::uint8_t>(scales[4 * i + k]);
+                const float x = static_cast<float>(kvq::e4m3::from_bits(code));
+                REQUIRE(256.0f * out[i] == ((code & 127) == 127 ? (code == 127 ? 480.0f : -480.0f) : x));
+            }
+        }
         std::vector<float> numbers;
         for (int k = 0; k < 2 * L::width; ++k)
             numbers.push_back(static_cast<float>(f.random.between(-99, 99)));

@@ -390,6 +390,17 @@ struct register_ops<Arch> {
         v[0] = _mm512_cvtph_ps(_mm256_and_si256(even, _mm256_set1_epi16(-0x4001)));
         v[1] = _mm512_cvtph_ps(_mm256_and_si256(odd, _mm256_set1_epi16(-0x4080)));
     }
+    /// Byte k of 16 words in v[k]; NaN is 480.
+    static KVQ_INLINE void load_e4m3_words(const std::byte* p, floats (&v)[4]) {
+        const __m512i words = _mm512_loadu_si512(p),
+                      even = _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(words, 8), 1),
+                                              _mm512_set1_epi16(-0x4001)),
+                      odd = _mm512_and_si512(_mm512_srai_epi16(words, 1), _mm512_set1_epi16(-0x4080));
+        v[0] = halves<float16, 0>(even);
+        v[1] = halves<float16, 0>(odd);
+        v[2] = halves<float16, 1>(even);
+        v[3] = halves<float16, 1>(odd);
+    }
     static KVQ_INLINE ints load_halfwords(const std::byte* p) {
         return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     }

@@ -435,11 +435,32 @@ private:
                             Lanes::multiply(number(Lanes::bit_and(words, Lanes::splat(255))), factor));
                 }
             };
-            if (layout_.scale == row_layout::stored::e4m3)
+            if (layout_.scale == row_layout::stored::e4m3) {
+                if constexpr (multiplies_codes<Lanes>)
+                    if (here == 4 && e4m3_words(codes, tokens, to + g * tokens_of_pass)) continue;
                 convert([](auto x) { return numbers_of_scales(row_layout::stored::e4m3, x); });
-            else
+            } else {
                 convert([](auto x) { return numbers_of_scales(row_layout::stored::e8m0, x); });
+            }
         }
+    }
+    /// Four in a word, through 16-bit floats. False: one is NaN.
+    bool e4m3_words(const std::byte* codes, int tokens, float* to) const {
+        const auto factor = Lanes::splat_float(scale_factor_), unit = Lanes::splat_float(256.0f);
+        auto found = Lanes::splat(0);
+        for (int t = 0; t < tokens; t += Lanes::width) {
+            const auto magnitude = Lanes::bit_and(Lanes::load(codes + 4 * t), Lanes::splat(0x7f7f7f7f));
+            found = Lanes::bit_or(found, Lanes::add(magnitude, Lanes::splat(0x01010101)));
+            typename Lanes::floats of[4];
+            Lanes::load_e4m3_words(codes + 4 * t, of);
+            for (int k = 0; k < 4; ++k)
+                Lanes::store_floats(to + k * tokens_of_pass + t,
+                                    Lanes::multiply(Lanes::multiply(of[k], unit), factor));
+        }
+        std::uint32_t words[Lanes::width], all = 0;
+        Lanes::store(reinterpret_cast<std::byte*>(words), found);
+        for (const std::uint32_t w : words) all |= w;
+        return (all & 0x80808080u) == 0;
     }
     /// 2^(code - 127); the code 255 is NaN.
     static typename Lanes::floats powers_of_two(typename Lanes::ints codes) {
