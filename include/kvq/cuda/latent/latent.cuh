@@ -165,9 +165,10 @@ status launch_latents(Launch, Args args, void* workspace, std::size_t workspace_
                            static_cast<unsigned>(sequences)),
                       merge_latents_threads, 0, stream, args);
     };
-    return 1LL * sequences * args.a.rows <= 8LL * Launch::cluster * room.shares
-               ? merge(merge_latents_kernel<warps, Args>, 1)
-               : merge(merge_latents_kernel<1, Args>, warps);
+    const long long rows = 1LL * sequences * args.a.rows, processors = room.shares * Launch::cluster;
+    return rows <= 8 * processors    ? merge(merge_latents_kernel<warps, Args>, 1)
+           : rows <= 16 * processors ? merge(merge_latents_kernel<warps / 2, Args>, 2)
+                                     : merge(merge_latents_kernel<1, Args>, warps);
 }
 
 template <class T, class... Parts>

@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(merge_latents_threads)
     for (int i = 0; i < steps; ++i)
         if (channel_of(i) < dim) finish_channels(a, token, head, channel_of(i), top, sum, output[i]);
     if constexpr (RowWarps > 1)
-        __syncthreads();
+        wait_at_barrier(1 + warp / RowWarps, 32 * RowWarps);
     else
         __syncwarp();
     if (first_step == 0 && lane == 0) finish_header(a, token, head, top, sum);
