@@ -76,10 +76,11 @@ struct mixed_warp_tile {
     /// different banks.
     static constexpr int stride = step_quads * (most_steps | 1);
     /// Groups whose scores are found together: half as many loops, each with more to do at a time. 16 rows
-    /// have no registers for it, and where 12 warps fit (narrow codes with 4 rows) these are worth more than
-    /// what it takes of their memory.
+    /// have no registers for it, and where 12 warps fit (narrow codes with 4 rows), or 8 in place of 4 (wide
+    /// codes with 8 rows), these are worth more than what it takes of their memory.
     KVQ_HD static constexpr int runs_together(int rows4) {
-        return rows4 == 4 || runs % 2 != 0 || (rows4 == 1 && codes_bytes <= 4096) ? 1 : 2;
+        constexpr bool narrow = codes_bytes <= 4096;
+        return rows4 == 4 || runs % 2 != 0 || (rows4 == 1 && narrow) || (rows4 == 2 && !narrow) ? 1 : 2;
     }
     KVQ_HD static constexpr int run_scratch(int rows4) { return rows4 * 8 * stride * 4; }
     KVQ_HD static constexpr int scratch_bytes(int rows4) { return runs_together(rows4) * run_scratch(rows4); }
