@@ -2166,6 +2166,16 @@ void check_refusals() {
             "resident_tokens is 2147483647, but must be at most 524288");
     refused(open([](auto&) {}, {.layers = 0, .kv_heads = 1, .head_dim = 64}), "0 layers");
 
+    cuda::cache short_text;
+    cuda::cache_options long_texts;
+    long_texts.formats = {"kivi-4-g32"};
+    long_texts.page_tokens = page;
+    long_texts.max_tokens = 100000;
+    CHECK(short_text.open(shape, long_texts, std::span(&compiled(), 1), nullptr), "open");
+    CHECK(short_text.begin_prompt(short_text.new_sequence(), 10, nullptr), "begin");
+    CHECK(short_text.prompt_bytes() < 2 << 20, "a prompt of 10 tokens takes %zu bytes",
+          short_text.prompt_bytes());
+
     both_options o;
     o.max_tokens = 300;
     o.max_batch = 2;

@@ -588,7 +588,7 @@ private:
     detail::device_memory tickets_;  // of selections of pages: zero between launches
     detail::device_memory ahead_;    // the same for pages that are fetched ahead, then their scratch
     detail::device_memory staging_;  // slots of a prompt's tokens, then its pages of one layer, or scratch
-    std::size_t most_scratch_ = 0;   // for prefill(), but for one kv head
+    std::size_t most_scratch_ = 0;   // for prefill()
     std::vector<entry> entries_;
     std::vector<int> unused_;  // entries
     std::uint64_t versions_ = 0;

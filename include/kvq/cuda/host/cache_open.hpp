@@ -172,22 +172,22 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
 
 /// How much memory prefill() may take besides pages.
 inline status cache::open_scratch() {
-    std::size_t head = 0;
+    std::size_t bytes[2] = {}, free = 0;  // of all heads, of one
     for (const detail::layer_group& g : groups_)
-        head = common::larger(head, g.format.functions->prompt_scratch_bytes(
-                                        g.view_before_prompt(0), g.geometry.first_token(g.columns), 1, 1));
-    most_scratch_ = head == 0 ? 0 : options_.prompt_scratch;
-    if (most_scratch_ == automatic_scratch) {
-        std::size_t free = 0;
+        for (int heads : {0, 1})
+            bytes[heads] = common::larger(
+                bytes[heads], g.format.functions->prompt_scratch_bytes(
+                                  g.view_before_prompt(0), g.geometry.first_token(g.columns), 1, heads));
+    most_scratch_ = options_.prompt_scratch;
+    if (bytes[0] > 0 && most_scratch_ == automatic_scratch) {
         if (const cudaError_t code = cudaMemGetInfo(&free, &most_scratch_); code != cudaSuccess)
             return detail::runtime_error(code, "asking for the device's memory");
-        most_scratch_ /= 128;
-    } else if (most_scratch_ != 0 && most_scratch_ < head) {
-        return detail::bad_value(
-            "prompt_scratch is %zu bytes, but one kv head of %d tokens (max_tokens) needs %zu; 0: prompts "
-            "without it",
-            most_scratch_, options_.max_tokens, head);
+        most_scratch_ = common::larger(bytes[1], most_scratch_ / 128);
     }
+    if (most_scratch_ != 0 && most_scratch_ < bytes[1])
+        return detail::bad_value("prompt_scratch is %zu bytes, but one kv head of max_tokens (%d) needs %zu",
+                                 most_scratch_, options_.max_tokens, bytes[1]);
+    most_scratch_ = common::smaller(most_scratch_, bytes[0]);
     return {};
 }
 

@@ -297,8 +297,9 @@ inline status cache::append_and_attend(int layer, const input_view& k, const inp
 /// Of prefill() in layers of this kind.
 inline std::size_t cache::scratch_bytes(const detail::layer_group& g, int tokens, int new_tokens) const {
     if (most_scratch_ == 0) return 0;
-    const auto of_heads = [&](int heads) {
-        return g.format.functions->prompt_scratch_bytes(g.view_before_prompt(0), tokens, new_tokens, heads);
+    const auto of_heads = [&](int heads) {  // of 0 tokens: those that tables name
+        return g.format.functions->prompt_scratch_bytes(g.view_before_prompt(0), common::larger(1, tokens),
+                                                        new_tokens, heads);
     };
     const std::size_t all = of_heads(0);
     // Powers of two, so that few of a long text's chunks take larger memory.
@@ -309,8 +310,10 @@ inline prefill_scratch cache::scratch_of(int layer) const {
     if (most_scratch_ == 0) return {};
     const detail::layer_group& g = group_of(layer);
     const auto group = static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group);
+    const int tokens =
+        g.takes_steps() ? g.now.paged_before : entry_of(step_.id).pages[group].paged_tokens(g.geometry);
     return {staging_.as<>() + step_.slot_bytes, staging_.bytes() - step_.slot_bytes,
-            g.takes_steps() ? g.now.paged_before : entry_of(step_.id).pages[group].paged_tokens(g.geometry)};
+            common::larger(1, tokens)};
 }
 
 inline status cache::prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
@@ -335,7 +338,7 @@ inline status cache::prefill_part(int layer, const input_view& k, const input_vi
     if (status s = g.add_window(options, member_of(layer)); !s) return s;
     if (step_.prompt) {
         options.scratch = scratch_of(layer);
-    } else if (const std::size_t bytes = scratch_bytes(g, 0, 0); bytes > 0) {
+    } else if (const std::size_t bytes = scratch_bytes(g, detail::most_tokens, 0); bytes > 0) {
         detail::larger_memories larger;
         if (status s = larger.find(staging_, options_.memory, bytes, "a part of a prompt", stream); !s)
             return s;

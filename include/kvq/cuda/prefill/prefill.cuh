@@ -144,8 +144,8 @@ status launch_ready(const Args& args, const Without& without, ready_tiles ready,
     for (int head = 0; head < kv_heads; head += heads) {
         ready.first_head = head;
         ready.heads = kvq::detail::smaller(heads, kv_heads - head);
-        // A few blocks for every place, since a window hides most of some parts.
-        const int places = kvq::detail::ceil_div(32 * multiprocessors, ready.heads * ready.sequences);
+        // Blocks for all places and some more: those that a window leaves nothing to make take time, too.
+        const int places = kvq::detail::ceil_div(8 * multiprocessors, ready.heads * ready.sequences);
         const dim3 grid(static_cast<unsigned>(kvq::detail::smaller(memory::parts * ready.columns, places)),
                         static_cast<unsigned>(ready.heads), static_cast<unsigned>(ready.sequences));
         if (status s = launch("launching the tiles of prefill", overlap::no, kernel, grid, ready_threads,
