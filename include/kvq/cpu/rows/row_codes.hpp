@@ -163,22 +163,25 @@ struct code_operands {
     }
 };
 
-/// scratch: 4 * 64 floats and as many words for each pass.
+/// scratch: 13 * 64 floats for each pass.
 template <class Lanes>
 KVQ_NOINLINE void begin_code_operands(const code_rows& codes, const float* x, std::ptrdiff_t x_stride,
                                       int count, int dim, const code_operands& to, float* scratch) {
     const int padded = 64 * to.passes, group = dim / to.groups;
     auto* const four = reinterpret_cast<std::uint32_t*>(scratch + 4 * padded);
+    auto* const place = reinterpret_cast<std::int32_t*>(scratch + 12 * padded);
+    for (int c = 0; c < dim; ++c) place[c] = codes.key_place(c);
     for (int i = 0; i < 4; ++i) {
         float* const row = scratch + i * padded;
         std::memset(row, 0, static_cast<std::size_t>(padded) * sizeof(float));
-        float most = 0.0f, zero = 0.0f;
-        for (int c = 0; c < dim; ++c) {
-            const float value = i < count ? x[i * x_stride + c] : 0.0f;
-            row[codes.key_place(c)] = value;
-            most = detail::larger(most, value < 0.0f ? -value : value);
-            zero += value * 0.0f;
+        for (int c = 0; c < dim && i < count; ++c) row[place[c]] = x[i * x_stride + c];
+        auto largest = Lanes::splat_float(0.0f), zeros = largest;
+        for (int c = 0; c < padded; c += Lanes::width) {
+            const auto value = Lanes::load_floats(row + c);
+            largest = Lanes::larger_magnitude(largest, value);
+            zeros = Lanes::multiply_add(value, Lanes::splat_float(0.0f), zeros);
         }
+        const float most = Lanes::largest(largest), zero = Lanes::sum(zeros);
         const float step = detail::larger(most / code_operand_limit, 0x1p-126f);
         to.steps()[i] = step + zero;
         for (int c = 0; c < padded; c += Lanes::width) {
@@ -190,7 +193,7 @@ KVQ_NOINLINE void begin_code_operands(const code_rows& codes, const float* x, st
         const auto* const whole = reinterpret_cast<const std::int32_t*>(row);
         for (int g = 0; g < to.groups; ++g) {
             std::int32_t sum = 0;
-            for (int c = g * group; c < (g + 1) * group; ++c) sum += whole[codes.key_place(c)];
+            for (int c = g * group; c < (g + 1) * group; ++c) sum += whole[place[c]];
             to.sums()[4 * g + i] = static_cast<float>(sum);
         }
         for (int p = 0; p < to.passes; ++p)
@@ -207,13 +210,17 @@ KVQ_NOINLINE void begin_code_operands(const code_rows& codes, const float* x, st
         Lanes::store_high_low_of_four(four + 2 * c, a);
     }
     for (int p = 0; p < to.passes; ++p)
-        for (int i = 0; i < 4; ++i) {
-            std::uint32_t* out = to.words(p, i);
-            for (int j = 0; j < 8; ++j)  // vector, and high or low
-                for (int lane = 0; lane < 4; ++lane)
-                    for (int k = 0; k < 4; ++k)
-                        *out++ = four[(p * 16 + j / 2 * 4 + lane) * 8 + 2 * i + j % 2];
-        }
+        for (int i = 0; i < 4; ++i)
+            for (int j = 0; j < 8; ++j) {  // vector, and high or low
+                const std::uint32_t* const from = four + (p * 16 + j / 2 * 4) * 8 + 2 * i + j % 2;
+                std::uint32_t* const out = to.words(p, i) + 16 * j;
+                for (int k = 0; k < 4; ++k) {
+                    out[k] = from[0];
+                    out[4 + k] = from[8];
+                    out[8 + k] = from[16];
+                    out[12 + k] = from[24];
+                }
+            }
 }
 
 /// Rows are turned within 128-bit lanes: a lane of a vector of codes has a word of four tokens, its sums are

@@ -201,7 +201,7 @@ private:
     int operand_floats() const { return detail::round_up(code_operands::floats(key_passes(), groups_), 16); }
     /// Of begin_code_operands.
     std::size_t code_bytes() const {
-        return static_cast<std::size_t>(key_passes()) * 12 * 64 * sizeof(float);
+        return static_cast<std::size_t>(key_passes()) * 13 * 64 * sizeof(float);
     }
     code_operands operands_of(int i, std::byte* workspace) const {
         auto* const all = reinterpret_cast<float*>(workspace + operands_);
