@@ -226,8 +226,13 @@ __global__ void __launch_bounds__(ready_threads, 3)
     const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
     const bool leads = blockIdx.x == 0 && thread == 0;
     if (leads) *to.order(sequence, head) = block.order;
+    // All ranges first: lengths are asked for together, and a block ends with its last tile.
+    token_range ranges[decltype(a.parts)::count];
+    int of_range = 0;
+    each_part(a, [&](const auto& part) { ranges[of_range++] = tokens_of(a, part, block, tile); });
+    of_range = 0;
     int number = static_cast<int>(blockIdx.x);  // of the parts of all tiles
-    int base = 0, of_range = 0;
+    int base = 0;
     /// The own ones of the next n tiles.
     const auto produce = [&](int n, auto&& f) {
 #pragma unroll 1
@@ -255,7 +260,7 @@ __global__ void __launch_bounds__(ready_threads, 3)
         if (leads && head == to.first_head) *to.range(sequence, of_range) = range;
     };
     each_part(a, [&]<class Part>(const Part& part) {
-        const token_range range = tokens_of(a, part, block, tile);
+        const token_range range = ranges[of_range];
         const bool kept = a.template keeps<Part>();
         const int n = room_for(range.tiles(tile));
         note_range({n, range.first, part.cache.first_token, kept ? 1 : 0});
