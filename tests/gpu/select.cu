@@ -237,7 +237,7 @@ void check_top(test::rng& r, const std::vector<int>& lengths, int room, int quer
 
 template <int = 0>
 __global__ void take_kernel(const unsigned* keys, int count, int* out) {
-    __shared__ cuda::detail::top_memory memory;
+    __shared__ cuda::detail::top_memory<> memory;
     cuda::detail::take_largest(memory, keys[threadIdx.x], count, [&](int at, int i) { out[at] = i; });
 }
 

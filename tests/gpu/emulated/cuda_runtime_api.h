@@ -134,6 +134,7 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline std::uint32_t __funnelshift_l(std::uint32_t low, std::uint32_t high, int shift) {
     return static_cast<std::uint32_t>((std::uint64_t{high} << 32 | low) << (shift & 31) >> 32);
 }

@@ -22,10 +22,32 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda { namespace detail 
 /// Ranks the pages of a head, chooses and writes the tables. All threads of one block, behind all others.
 template <class Args>
 __device__ __forceinline__ void choose_pages(const Args& a, const bool* bad, const page_classes& of,
-                                             int sequence, int head, top_memory& memory) {
+                                             int sequence, int head, top_memory<>& memory) {
     __shared__ float floors[most_choice_rows];
     const int thread = static_cast<int>(threadIdx.x);
     const auto line = static_cast<std::size_t>(sequence * a.window.kv_heads + head);
+    const int candidates = of.end - of.first, count = kvq::detail::smaller(candidates, a.wanted);
+    float* const estimates =
+        a.estimates + line * static_cast<std::size_t>(a.group) * static_cast<std::size_t>(a.room);
+    const auto quad_of = [&](int page, int r) {
+        return __ldcg(
+            reinterpret_cast<const float4*>(estimates + static_cast<std::ptrdiff_t>(page) * a.group + r));
+    };
+    // A page for each thread, of equal ranks the later one first. What is known of it is on its way while
+    // the ends are added.
+    const bool few = candidates <= choice_threads, quads = a.group % 4 == 0,
+               has_page = few && thread < candidates;
+    const int own_page = of.end - 1 - thread;
+    float4 own_quad{};
+    int own_number[Args::formats];
+    if (has_page) {
+        if (quads) own_quad = quad_of(own_page, 0);
+        static_for<Args::formats>([&](auto f) {
+            constexpr int F = decltype(f)::value;
+            const auto& cache = get<F>(a.pages);
+            own_number[F] = cache.block_table[cache.table_entry(sequence, own_page)];
+        });
+    }
     if (const int row = thread / warp_size, part = thread % warp_size; row < a.group) {
         const float2 sum = add_lanes(part < a.parts ? __ldcg(a.ends +
                                                              (line * static_cast<std::size_t>(a.parts) +
@@ -39,47 +61,50 @@ __device__ __forceinline__ void choose_pages(const Args& a, const bool* bad, con
         if (part == 0) floors[row] = floor > -INFINITY ? floor : 0.0f;
     }
     __syncthreads();
-    const int candidates = of.end - of.first, count = kvq::detail::smaller(candidates, a.wanted);
-    // Ranks take the place of the first row's estimates.
-    float* const estimates =
-        a.estimates + line * static_cast<std::size_t>(a.group) * static_cast<std::size_t>(a.room);
-    const auto rank_of = [&](int page) {
-        const float* const own = estimates + static_cast<std::ptrdiff_t>(page) * a.group;
-        const auto weight = [&](int r, float x) { return bad[r] ? 0.0f : rough_exp2(x - floors[r]); };
-        float rank = 0.0f;
-        if (a.group % 4 == 0) {
+    const auto weight = [&](int r, float x) { return bad[r] ? 0.0f : rough_exp2(x - floors[r]); };
+    const auto weights = [&](int r, const float4& x) {
+        return weight(r, x.x) + weight(r + 1, x.y) + weight(r + 2, x.z) + weight(r + 3, x.w);
+    };
+    // rank: of the first four rows, where quads are read.
+    const auto rank_of = [&](int page, float rank) {
+        if (quads) {
 #pragma unroll 1
-            for (int r = 0; r < a.group; r += 4) {
-                const float4 x = __ldcg(reinterpret_cast<const float4*>(own + r));
-                rank += weight(r, x.x) + weight(r + 1, x.y) + weight(r + 2, x.z) + weight(r + 3, x.w);
-            }
+            for (int r = 4; r < a.group; r += 4) rank += weights(r, quad_of(page, r));
         } else {
 #pragma unroll 1
-            for (int r = 0; r < a.group; ++r) rank += weight(r, __ldcg(own + r));
+            for (int r = 0; r < a.group; ++r)
+                rank += weight(r, __ldcg(estimates + static_cast<std::ptrdiff_t>(page) * a.group + r));
         }
         return rank;
     };
     const int front = of.first, behind = of.committed - of.end, held = front + count + behind;
+    const auto row_of = [&](int f) {
+        return a.to.quantized + (static_cast<std::size_t>(f) *
+                                     static_cast<std::size_t>(a.window.sequences * a.window.kv_heads) +
+                                 line) *
+                                    static_cast<std::size_t>(a.to.columns);
+    };
     const auto write = [&](int column, int page) {
         static_for<Args::formats>([&](auto f) {
             constexpr int F = decltype(f)::value;
             const auto& cache = get<F>(a.pages);
-            const std::size_t row = (static_cast<std::size_t>(F) *
-                                         static_cast<std::size_t>(a.window.sequences * a.window.kv_heads) +
-                                     line) *
-                                    static_cast<std::size_t>(a.to.columns);
-            a.to.quantized[row + static_cast<std::size_t>(column)] =
-                cache.block_table[cache.table_entry(sequence, page)];
+            row_of(F)[column] = cache.block_table[cache.table_entry(sequence, page)];
         });
     };
-    // Of equal ranks the later page: pages are counted from the last one.
-    const auto take = [&](int at, int number) { write(front + count - 1 - at, of.end - 1 - number); };
-    if (candidates <= choice_threads) {
-        const unsigned key = thread < candidates ? score_order(rank_of(of.end - 1 - thread)) : 0;
-        take_largest(memory, key, count, take);
+    if (few) {
+        const unsigned key =
+            has_page ? score_order(rank_of(own_page, quads ? weights(0, own_quad) : 0.0f)) : 0;
+        take_largest(memory, key, count, [&](int at, int) {
+            static_for<Args::formats>([&](auto f) {
+                constexpr int F = decltype(f)::value;
+                row_of(F)[front + count - 1 - at] = own_number[F];
+            });
+        });
     } else {
+        // Ranks take the place of the first row's estimates.
         for (int page = of.first + thread; page < of.end; page += choice_threads)
-            estimates[static_cast<std::ptrdiff_t>(page) * a.group] = rank_of(page);
+            estimates[static_cast<std::ptrdiff_t>(page) * a.group] =
+                rank_of(page, quads ? weights(0, quad_of(page, 0)) : 0.0f);
         __syncthreads();
         const int place = thread / warp_size * (warp_size * top_each) + thread % warp_size;
         unsigned keys[top_each];
@@ -90,7 +115,9 @@ __device__ __forceinline__ void choose_pages(const Args& a, const bool* bad, con
                           ? score_order(__ldcg(estimates + static_cast<std::ptrdiff_t>(page) * a.group))
                           : 0;
         }
-        select_largest(memory, keys, count, [&](int at, int j) { take(at, place + j * warp_size); });
+        select_largest(memory, keys, count, [&](int at, int j) {
+            write(front + count - 1 - at, of.end - 1 - place - j * warp_size);
+        });
     }
     if (thread < front) write(thread, thread);
     if (thread < behind) write(front + count + thread, of.end + thread);
@@ -107,7 +134,7 @@ __device__ __forceinline__ void choose_pages(const Args& a, const bool* bad, con
 
 template <class Args>
 union choice_memory {
-    top_memory top;
+    top_memory<> top;
     struct {
         product_rows<Args> products;
         float2 states[choice_warps * most_choice_rows];
@@ -124,11 +151,16 @@ __global__ void __launch_bounds__(choice_threads, 1) choose_pages_kernel(const _
               part = static_cast<int>(blockIdx.x) - line * a.parts, sequence = line / a.window.kv_heads,
               head = line - sequence * a.window.kv_heads;
     choice_rows<Args> rows{reinterpret_cast<float*>(shared), bad};
-    if (!a.early) wait_for_predecessor();
+    float row[choice_rows<Args>::numbers];
+    const auto ask_for_row = [&] {
+        wait_for_predecessor();
+        rows.ask(a, sequence, head, row);
+    };
+    if (!a.early) ask_for_row();
     const page_classes of(a, sequence);
     ask_for_parameters(a, of, sequence, head, part);
-    if (a.early) wait_for_predecessor();
-    rows.load(a, sequence, head);
+    if (a.early) ask_for_row();
+    rows.load(a, sequence, head, row);
     estimate_pages(a, rows, of, sequence, head, part, memory.scores.products);
     score_ends(a, rows, of, sequence, head, part, memory.scores.states);
     __threadfence();

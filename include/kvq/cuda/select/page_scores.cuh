@@ -72,18 +72,32 @@ struct choice_rows {
     __device__ __forceinline__ float* of(const Args& a) const {
         return query + (F + 1) * a.group * Args::dim;
     }
-    /// All threads.
-    __device__ __forceinline__ void load(const Args& a, int sequence, int head) {
-        constexpr int dim = Args::dim, numbers = token_numbers<dim>;
+    static constexpr int numbers = token_numbers<Args::dim>;
+    /// The row of a warp, on its way from memory.
+    __device__ __forceinline__ void ask(const Args& a, int sequence, int head, float (&x)[numbers]) const {
+        const int r = static_cast<int>(threadIdx.x) / warp_size,
+                  lane = static_cast<int>(threadIdx.x) % warp_size;
+        if (r >= a.group) return;
+        const auto* const from = a.q.at(sequence, head * a.group + r);
+#pragma unroll
+        for (int i = 0; i < numbers; ++i) {
+            const int c = i * warp_size + lane;
+            x[i] = c < Args::dim ? to_float(from[c]) : 0.0f;
+        }
+    }
+    /// asked: by ask(). All threads.
+    __device__ __forceinline__ void load(const Args& a, int sequence, int head,
+                                         const float (&asked)[numbers]) {
+        constexpr int dim = Args::dim;
         const int warp = static_cast<int>(threadIdx.x) / warp_size,
                   lane = static_cast<int>(threadIdx.x) % warp_size;
-        for (int r = warp; r < a.group; r += choice_warps) {
+        static_assert(most_choice_rows <= choice_warps);
+        if (const int r = warp; r < a.group) {
             float x[numbers], zero = 0.0f;
-            const auto* const from = a.q.at(sequence, head * a.group + r);
 #pragma unroll
             for (int i = 0; i < numbers; ++i) {
                 const int c = i * warp_size + lane;
-                x[i] = c < dim ? to_float(from[c]) * a.scale : 0.0f;
+                x[i] = c < dim ? asked[i] * a.scale : 0.0f;
                 zero = fmaf(x[i], 0.0f, zero);
                 if (!kvq::detail::is_finite(x[i])) x[i] = 0.0f;
             }

@@ -53,7 +53,7 @@ inline constexpr int most_fetched = 2048;  // pages of a head
 template <class Pair>
 __global__ void __launch_bounds__(top_threads, 1)
     fetch_pages_kernel(const __grid_constant__ fetch_args<Pair> a) {
-    __shared__ top_memory memory;
+    __shared__ top_memory<> memory;
     __shared__ int missing[most_fetched], numbers[most_fetched], slots_of[most_fetched];
     __shared__ int count;
     launch_dependents();

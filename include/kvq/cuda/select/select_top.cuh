@@ -22,10 +22,16 @@ inline constexpr int top_threads = 1024, top_warps = top_threads / warp_size, to
                      top_each = top_group / top_threads,  // scores of a thread
     cluster_each = 2 * top_each;                          // and in a cluster
 
-/// What selecting keeps in shared memory.
+/// What selecting keeps in shared memory, in each block of a cluster of so many. What lanes of a warp count
+/// is often alike: in clusters each of four has counters of its own.
+template <int Blocks = 1>
 struct top_memory {
-    unsigned histogram[2048];
+    static constexpr int copies = Blocks > 1 ? 4 : 1, bins = 2 * top_threads;
+    alignas(
+        16) unsigned histogram[bins * copies];  // of bin b: b * copies on; then the first of them has the sum
+    unsigned of_cluster[Blocks > 1 ? bins : 1];
     unsigned of_warp[2][top_warps];  // sums
+    unsigned above, equal;           // of the block
     unsigned digit, left, in_digit;
 };
 
@@ -101,12 +107,40 @@ private:
     }
 };
 
-/// Calls put(place, j) for keys[j] among the `count` largest of the block. Thread `lane` of warp w has keys
-/// 512 w + 32 j + lane: places follow this order, and of equal keys the first are chosen. Key 0 never is.
-/// Returns how many were chosen. All threads.
-template <class Emit>
-__device__ __forceinline__ int select_largest(top_memory& memory, const unsigned (&keys)[top_each], int count,
-                                              const Emit& put) {
+/// Adds the counters of lanes, and those of all blocks of the cluster. All threads of the cluster.
+template <int Blocks>
+__device__ __forceinline__ void add_histograms(top_memory<Blocks>& memory) {
+    constexpr int bins = top_memory<Blocks>::bins, copies = top_memory<Blocks>::copies, slice = bins / Blocks;
+    static_assert(copies == 4);
+    const int thread = static_cast<int>(threadIdx.x), rank = cluster_rank();
+    auto* const own = reinterpret_cast<uint4*>(memory.histogram) + 2 * thread;  // of two bins
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const uint4 v = own[i];
+        own[i].x = v.x + v.y + v.z + v.w;
+    }
+    cluster_wait();
+    // A part of the bins of all blocks, for all blocks.
+#pragma unroll 1
+    for (int bin = rank * slice + thread; bin < (rank + 1) * slice; bin += top_threads) {
+        unsigned of_block[Blocks], all = 0;
+#pragma unroll
+        for (int b = 0; b < Blocks; ++b) of_block[b] = *in_block(b, memory.histogram + bin * copies);
+#pragma unroll
+        for (int b = 0; b < Blocks; ++b) all += of_block[b];
+#pragma unroll
+        for (int b = 0; b < Blocks; ++b) *in_block(b, memory.of_cluster + bin) = all;
+    }
+    cluster_wait();
+}
+
+/// Calls put(place, j) for keys[j] among the `count` largest of a block, or of a cluster, whose lower blocks
+/// come first. Thread `lane` of warp w has keys 32 Each w + 32 j + lane: places follow this order, and of
+/// equal keys the first are chosen. Key 0 never is. Returns how many were chosen. All threads of all blocks.
+template <int Blocks, int Each, class Emit>
+__device__ __forceinline__ int select_largest(top_memory<Blocks>& memory, const unsigned (&keys)[Each],
+                                              int count, const Emit& put) {
+    constexpr int bins = top_memory<Blocks>::bins, copies = top_memory<Blocks>::copies;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
     unsigned floor = 0,
              left = static_cast<unsigned>(count);  // the digits so far; how many of them are chosen
@@ -114,15 +148,27 @@ __device__ __forceinline__ int select_largest(top_memory& memory, const unsigned
 #pragma unroll 1
     for (int pass = 0; pass < 3; ++pass) {
         const int bits = pass < 2 ? 11 : 10, shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
-        memory.histogram[thread] = memory.histogram[thread + top_threads] = 0;
+        if constexpr (Blocks == 1) {
+            memory.histogram[thread] = memory.histogram[thread + top_threads] = 0;
+        } else {
+            auto* const own = reinterpret_cast<uint4*>(memory.histogram) + 2 * thread;
+            own[0] = own[1] = {0, 0, 0, 0};
+        }
         __syncthreads();
 #pragma unroll
-        for (int j = 0; j < top_each; ++j)
+        for (int j = 0; j < Each; ++j)
             if (keys[j] != 0 && (pass == 0 || keys[j] >> (shift + bits) == floor))
-                atomicAdd(&memory.histogram[keys[j] >> shift & ((1u << bits) - 1u)], 1u);
+                atomicAdd(&memory.histogram[(keys[j] >> shift & ((1u << bits) - 1u)) * copies +
+                                            static_cast<unsigned>(lane % copies)],
+                          1u);
         __syncthreads();
-        const unsigned all = find_digit(memory, memory.histogram[2047 - 2 * thread],
-                                        memory.histogram[2046 - 2 * thread], left);
+        const unsigned* counts = memory.histogram;
+        if constexpr (Blocks > 1) {
+            add_histograms(memory);
+            counts = memory.of_cluster;
+        }
+        const unsigned all =
+            find_digit(memory, counts[bins - 1 - 2 * thread], counts[bins - 2 - 2 * thread], left);
         if (pass == 0 && all <= left) {  // every one is chosen
             found = static_cast<int>(all);
             left = 0;
@@ -132,37 +178,62 @@ __device__ __forceinline__ int select_largest(top_memory& memory, const unsigned
         left = memory.left;
         if (left == memory.in_digit) {  // all of this digit
             floor <<= shift;
-            left = top_group;
+            left = Each * top_threads * Blocks;
             break;
         }
     }
-    const largest_keys<top_each> chosen{keys, floor, left};
+    const largest_keys<Each> chosen{keys, floor, left};
     __syncthreads();
     chosen.count(memory.of_warp, warp, lane);
     __syncthreads();
-    chosen.give(__reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[0][lane] : 0u),
-                __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[1][lane] : 0u), lane, put);
+    const unsigned of_lane[2] = {memory.of_warp[0][lane], memory.of_warp[1][lane]};
+    unsigned before[2] = {lane < warp ? of_lane[0] : 0u, lane < warp ? of_lane[1] : 0u};
+    if constexpr (Blocks > 1) {
+        if (warp == 0) {
+            memory.above = __reduce_add_sync(0xffffffffu, of_lane[0]);
+            memory.equal = __reduce_add_sync(0xffffffffu, of_lane[1]);
+        }
+        cluster_wait();
+        if (lane < cluster_rank()) {
+            before[0] += *in_block(lane, &memory.above);
+            before[1] += *in_block(lane, &memory.equal);
+        }
+    }
+    chosen.give(__reduce_add_sync(0xffffffffu, before[0]), __reduce_add_sync(0xffffffffu, before[1]), lane,
+                put);
+    if constexpr (Blocks > 1) cluster_wait();  // others may still read this block's memory
     return found;
 }
 
 /// The `count` largest of one key for each thread: calls take(place, thread) as select_largest() does. Digits
-/// of 8 bits. All threads.
+/// of 8 bits, the first one of the range of the keys, so that two are mostly enough. All threads.
 template <class Take>
-__device__ __forceinline__ void take_largest(top_memory& memory, unsigned key, int count, const Take& take) {
+__device__ __forceinline__ void take_largest(top_memory<>& memory, unsigned key, int count,
+                                             const Take& take) {
     constexpr int bins = 256;
     static_assert(4 * bins == top_threads && sizeof memory.histogram >= 4 * 4 * bins);
     if (count <= 0) return;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size;
     memory.histogram[thread] = 0;
+    const unsigned least = __reduce_min_sync(0xffffffffu, key != 0 ? key : ~0u),
+                   largest = __reduce_max_sync(0xffffffffu, key);
+    if (lane == 0) {
+        memory.of_warp[0][warp] = least;
+        memory.of_warp[1][warp] = largest;
+    }
     __syncthreads();
-    // Keys above `floor` are taken, and the first `left` that equal it.
+    const unsigned base = __reduce_min_sync(0xffffffffu, memory.of_warp[0][lane]),
+                   range = __reduce_max_sync(0xffffffffu, memory.of_warp[1][lane]) - base, value = key - base;
+    // Values above `floor` are taken, and the first `left` that equal it.
     unsigned floor = 0, left = static_cast<unsigned>(count);
+    unsigned* of_digit = memory.histogram;
+    int bits = 32;  // behind the digits so far
 #pragma unroll 1
-    for (int shift = 24; shift >= 0; shift -= 8) {
-        unsigned* const of_digit = memory.histogram + (24 - shift) / 8 * bins;
+    for (int shift = larger(0, 24 - __clz(static_cast<int>(range)));;) {
         // Digits of a warp are often alike, and their counter would be met by all at once.
-        const bool counts_here = key != 0 && (shift == 24 || key >> shift >> 8 == floor);
-        const unsigned own = key >> shift & 0xffu, all = __ballot_sync(0xffffffffu, counts_here);
+        const bool counts_here = key != 0 && (bits == 32 || value >> bits == floor);
+        const unsigned own = value >> shift & (bits == 32 ? ~0u : (1u << (bits - shift)) - 1u),
+                       all = __ballot_sync(0xffffffffu, counts_here);
         if (all != 0) {
             const int first = __ffs(static_cast<int>(all)) - 1;
             const unsigned digit = __shfl_sync(0xffffffffu, own, first),
@@ -198,19 +269,24 @@ __device__ __forceinline__ void take_largest(top_memory& memory, unsigned key, i
         }
         __syncthreads();
         if (memory.digit == bins) {  // every one is taken
-            floor = left = 0;
+            floor = 0;
+            left = top_threads;
             break;
         }
-        floor = floor << 8 | memory.digit;
+        floor = (bits == 32 ? 0u : floor << (bits - shift)) | memory.digit;
         left = memory.left;
         if (left == memory.in_digit) {  // all of this digit
             floor <<= shift;
             left = top_threads;
             break;
         }
+        if (shift == 0) break;
+        bits = shift;
+        shift = larger(0, shift - 8);
+        of_digit += bins;
     }
-    const unsigned larger_ones = __ballot_sync(0xffffffffu, key > floor),
-                   equal_ones = __ballot_sync(0xffffffffu, key != 0 && key == floor);
+    const unsigned larger_ones = __ballot_sync(0xffffffffu, key != 0 && value > floor),
+                   equal_ones = __ballot_sync(0xffffffffu, key != 0 && value == floor);
     if (lane == 0) {
         memory.of_warp[0][warp] = static_cast<unsigned>(__popc(larger_ones));
         memory.of_warp[1][warp] = static_cast<unsigned>(__popc(equal_ones));
@@ -220,102 +296,10 @@ __device__ __forceinline__ void take_largest(top_memory& memory, unsigned key, i
                    first_larger = __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[0][lane] : 0u),
                    first_equal = __reduce_add_sync(0xffffffffu, lane < warp ? memory.of_warp[1][lane] : 0u);
     const unsigned equal = first_equal + static_cast<unsigned>(__popc(equal_ones & before));
-    if (key > floor || (key != 0 && key == floor && equal < left))
+    if (key != 0 && (value > floor || (value == floor && equal < left)))
         take(static_cast<int>(first_larger + static_cast<unsigned>(__popc(larger_ones & before)) +
                               kvq::detail::smaller(equal, left)),
              thread);
-}
-
-/// The same of the blocks of a cluster. What lanes of a warp count is often alike: each of four has counters
-/// of its own.
-struct cluster_top_memory {
-    static constexpr int copies = 4, bins = 2048;
-    unsigned histogram[bins * copies];  // of bin b: b * copies on; then the first of them has the sum
-    unsigned of_cluster[bins];
-    unsigned of_warp[2][top_warps];  // sums
-    unsigned above, equal;           // of the block
-    unsigned digit, left, in_digit;
-};
-
-/// select_largest() over the keys of a cluster, those of lower blocks first. All threads of the cluster.
-template <int Blocks, class Emit>
-__device__ __forceinline__ int select_largest_of_cluster(cluster_top_memory& memory,
-                                                         const unsigned (&keys)[cluster_each], int count,
-                                                         const Emit& put) {
-    constexpr int bins = cluster_top_memory::bins, copies = cluster_top_memory::copies, slice = bins / Blocks;
-    static_assert(bins == 2 * top_threads && copies == 4);
-    const int thread = static_cast<int>(threadIdx.x), warp = thread / warp_size, lane = thread % warp_size,
-              rank = cluster_rank();
-    unsigned floor = 0,
-             left = static_cast<unsigned>(count);  // the digits so far; how many of them are chosen
-    int found = count;
-#pragma unroll 1
-    for (int pass = 0; pass < 3; ++pass) {
-        const int bits = pass < 2 ? 11 : 10, shift = pass == 0 ? 21 : pass == 1 ? 10 : 0;
-        auto* const own = reinterpret_cast<uint4*>(memory.histogram) + 2 * thread;  // of two bins
-        own[0] = own[1] = {0, 0, 0, 0};
-        __syncthreads();
-#pragma unroll
-        for (int j = 0; j < cluster_each; ++j)
-            if (keys[j] != 0 && (pass == 0 || keys[j] >> (shift + bits) == floor))
-                atomicAdd(&memory.histogram[(keys[j] >> shift & ((1u << bits) - 1u)) * copies +
-                                            static_cast<unsigned>(lane % copies)],
-                          1u);
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const uint4 v = own[i];
-            own[i].x = v.x + v.y + v.z + v.w;
-        }
-        cluster_wait();
-        // A part of the bins of all blocks, for all blocks.
-#pragma unroll 1
-        for (int bin = rank * slice + thread; bin < (rank + 1) * slice; bin += top_threads) {
-            unsigned of_block[Blocks], all = 0;
-#pragma unroll
-            for (int b = 0; b < Blocks; ++b) of_block[b] = *in_block(b, memory.histogram + bin * copies);
-#pragma unroll
-            for (int b = 0; b < Blocks; ++b) all += of_block[b];
-#pragma unroll
-            for (int b = 0; b < Blocks; ++b) *in_block(b, memory.of_cluster + bin) = all;
-        }
-        cluster_wait();
-        const unsigned all = find_digit(memory, memory.of_cluster[bins - 1 - 2 * thread],
-                                        memory.of_cluster[bins - 2 - 2 * thread], left);
-        if (pass == 0 && all <= left) {  // every one is chosen
-            found = static_cast<int>(all);
-            left = 0;
-            break;
-        }
-        floor = floor << bits | memory.digit;
-        left = memory.left;
-        if (left == memory.in_digit) {  // all of this digit
-            floor <<= shift;
-            left = cluster_each * top_threads * Blocks;
-            break;
-        }
-    }
-    const largest_keys<cluster_each> chosen{keys, floor, left};
-    __syncthreads();
-    chosen.count(memory.of_warp, warp, lane);
-    __syncthreads();
-    const unsigned of_lane[2] = {memory.of_warp[0][lane], memory.of_warp[1][lane]};
-    if (warp == 0) {
-        const unsigned all_above = __reduce_add_sync(0xffffffffu, of_lane[0]),
-                       all_equal = __reduce_add_sync(0xffffffffu, of_lane[1]);
-        memory.above = all_above;
-        memory.equal = all_equal;
-    }
-    cluster_wait();
-    unsigned of_block[2] = {};
-    if (lane < rank) {
-        of_block[0] = *in_block(lane, &memory.above);
-        of_block[1] = *in_block(lane, &memory.equal);
-    }
-    chosen.give(__reduce_add_sync(0xffffffffu, of_block[0] + (lane < warp ? of_lane[0] : 0u)),
-                __reduce_add_sync(0xffffffffu, of_block[1] + (lane < warp ? of_lane[1] : 0u)), lane, put);
-    cluster_wait();  // others may still read this block's memory
-    return found;
 }
 
 struct top_args {
@@ -376,15 +360,9 @@ __global__ void __launch_bounds__(top_threads, 1) select_top_kernel(const __grid
         a.best_positions[place] = a.positions == nullptr ? first + j * warp_size : a.positions[number(j)];
         if (a.best_scores != nullptr) a.best_scores[place] = a.scores[number(j)];
     };
-    int found;
-    if constexpr (Blocks == 1) {
-        __shared__ top_memory memory;
-        found = select_largest(memory, keys, a.count, put);
-    } else {
-        extern __shared__ __align__(16) std::byte page_memory[];
-        found = select_largest_of_cluster<Blocks>(
-            *reinterpret_cast<cluster_top_memory*>(own_memory(page_memory)), keys, a.count, put);
-    }
+    extern __shared__ __align__(16) std::byte page_memory[];
+    auto& memory = *reinterpret_cast<top_memory<Blocks>*>(own_memory(page_memory));
+    const int found = select_largest(memory, keys, a.count, put);
     if (rank != 0) return;
     for (int i = found + thread; i < a.count; i += top_threads)
         a.best_positions[to + static_cast<std::size_t>(i)] = -1;
@@ -453,7 +431,7 @@ inline status select_top(const row_scores& rows, int count, int* positions, void
                 "launching the selection of tokens", detail::overlap::yes,
                 detail::select_top_kernel<Blocks, detail::top_args>,
                 dim3(static_cast<unsigned>(all * Blocks), static_cast<unsigned>(args.groups)),
-                detail::top_threads, Blocks == 1 ? 0 : sizeof(detail::cluster_top_memory), stream, args);
+                detail::top_threads, sizeof(detail::top_memory<Blocks>), stream, args);
         };
         args.groups = row_scores::groups_of(kvq::detail::ceil_div(
             args.room, of_cluster == 1 ? 1 : of_cluster * detail::cluster_each / detail::top_each));
