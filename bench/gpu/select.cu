@@ -8,9 +8,9 @@
 // "dense": attention over all tokens, in kivi-4-g64; factors are times the dense 4 bit of as many
 // heads. Keys and values: 32 query heads over 8 of 128 channels, std4, beside attention over all of them.
 // Pages that caches select: the same heads in std4, several layers in turns, 4096 tokens of random keys. In
-// host memory: device memory for 32768 tokens of each head; queries of neighbouring steps differ so much that
-// the printed share of the chosen pages is there. "fetched ahead": fetch_ahead() of the next layer, by its own
-// query, in another stream while a layer runs: the most that a guess of it can gain.
+// host memory: device memory for 32768 and 16384 tokens of each head; queries of neighbouring steps differ so
+// much that the printed share of the chosen pages is there. "fetched ahead": fetch_ahead() of the next layer,
+// by its own query, in another stream while a layer runs: the most that a guess of it can gain.
 // Pages hold random numbers: times do not depend on them. GB/s: bytes of pages.
 #include <kvq/cuda/decode/attend_lists.cuh>
 #include <kvq/cuda/host/cache.hpp>
@@ -261,7 +261,8 @@ void time_pages(const cuda::device_format& compiled, int batch, int resident, do
         bench::check(cache.fetches(0, after, stream));
         const double hits = 100.0 - 100.0 * static_cast<double>(after.fetched - before.fetched) /
                                         static_cast<double>(after.read - before.read);
-        print(name + "4096 of the host, hits " + std::to_string(static_cast<int>(std::lround(hits))) + " %",
+        print(name + "4096 of the host, " + std::to_string(resident) + " held, hits " +
+                  std::to_string(static_cast<int>(std::lround(hits))) + " %",
               us, dense / us);
         const double ahead = time(most, true);
         print(name + "the same, fetched ahead", ahead, dense / ahead);
@@ -303,7 +304,7 @@ int main(int argc, char** argv) {
     const cuda::device_format compiled = cuda::make_device_format<float16, cuda::preset_pair<std4, 128>>();
     double all = 0.0;
     for (const int batch : {4, 1}) time_pages(compiled, batch, 0, all);
-    time_pages(compiled, 1, 32768, all);
+    for (const int resident : {32768, 16384}) time_pages(compiled, 1, resident, all);
     if (quick) return 0;
     time_lists<pair<int8, 64>>("int8, pages of 64", m, index, floats, dense);
     time_lists<pair<int8, 4>>("int8, pages of 4", m, index, floats, dense);
