@@ -527,14 +527,13 @@ class Real(OnGpu):
             num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=None, pad_token_id=0)
         self.model = of_cpu.real_package.LlamaForCausalLM(config).eval().to(DEVICE, torch.float16)
 
-    def test_generate(self):
-        """Greedy ids equal to those of the package's own cache: alone, padded, beams, drafts; with formats that quantize, as many tokens."""
+    def check_ids(self, model, make):
+        """Greedy ids of a model in 16 bit are those with the package's own cache: alone, padded, beams, drafts; also of decode steps in graphs."""
         import kvq.transformers
 
         ids = torch.randint(2, 200, (3, 300)).to(DEVICE)
         mask = torch.ones_like(ids)
         mask[1, :115] = 0
-        model = self.model
         for name, of, options in (("alone", slice(0, 1), {}), ("padded", slice(None), {}), ("beams", slice(None), {"num_beams": 3}),
                                   ("drafts", slice(0, 1), {"prompt_lookup_num_tokens": 3})):
             with self.subTest(name=name):
@@ -546,7 +545,7 @@ class Real(OnGpu):
                 expected = model.generate(ids[of], **options)
                 model.set_attn_implementation("kvq")
                 for graphs in (False, True):
-                    cache = kvq.transformers.Cache("fp16", max_tokens=1024)
+                    cache = make()
                     if graphs:
                         kvq.transformers.decode_in_graphs(model)
                     found = model.generate(ids[of], past_key_values=cache, **options)
@@ -558,6 +557,14 @@ class Real(OnGpu):
                         del model.forward
                         if name != "drafts":
                             self.assertIsNotNone(cache._graph._graph)
+        return ids, mask
+
+    def test_generate(self):
+        """The package's ids; with formats that quantize, as many tokens."""
+        import kvq.transformers
+
+        model = self.model
+        ids, mask = self.check_ids(model, lambda: kvq.transformers.Cache("fp16", max_tokens=1024))
         used = []
         for keys in ("fp16", "std4"):
             cache = kvq.transformers.Cache(keys, max_tokens=1024, page_tokens=64)
@@ -615,7 +622,9 @@ class Real(OnGpu):
         self.assertGreater(cache.layers[0].sequences[0].trim_limit(), 200)  # pages were freed
 
     def test_latents(self):
-        """DeepSeek V3 with latents in 16 bit, and quantized in fewer bytes."""
+        """DeepSeek V3 with latents in 16 bit, with the package's ids, and quantized in fewer bytes."""
+        import kvq.transformers
+
         package, entry = of_cpu.real_package, latents_of_library()
         if entry is None or not hasattr(package, "DeepseekV3ForCausalLM"):
             self.skipTest("the library was built without KVQ_CUDA_LATENTS, or this version of transformers has no DeepseekV3ForCausalLM")
@@ -627,8 +636,11 @@ class Real(OnGpu):
                 num_key_value_heads=16, q_lora_rank=64, kv_lora_rank=entry.head_dim - rotary, qk_rope_head_dim=rotary, qk_nope_head_dim=32,
                 v_head_dim=32, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, n_group=1, topk_group=1, first_k_dense_replace=3,
                 moe_intermediate_size=32, max_position_embeddings=1024, bos_token_id=1, eos_token_id=None, pad_token_id=0)
-            cache = self.check_logits(package.DeepseekV3ForCausalLM(config).eval().to(DEVICE), config, ["latent"] * 3, keys)
+            model = package.DeepseekV3ForCausalLM(config).eval().to(DEVICE)
+            cache = self.check_logits(model, config, ["latent"] * 3, keys)
             used.append(cache.bytes())
+            if keys == "fp16":
+                self.check_ids(model, lambda: kvq.transformers.Cache.for_model(model, keys, max_tokens=1024, max_batch=9))
         self.assertLess(used[1], 0.8 * used[0])
 
     def test_decode_graph(self):
