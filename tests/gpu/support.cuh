@@ -342,12 +342,14 @@ private:
                    : sizes[static_cast<std::size_t>(uniform(r, 0, static_cast<int>(sizes.size()) - 1))];
     }
 
-    /// Some channels matter a thousand times more than others.
+    /// Some channels matter a thousand times more than others, in every second head a million times: more of
+    /// them have the widest codes, and none.
     std::shared_ptr<const kvq::width_plan> random_plan(rng& r) const {
         kvq::width_plan plan{kv_heads, F::head_dim, {}};
         for (int h = 0; h < kv_heads; ++h) {
             std::vector<double> importance(F::head_dim);
-            for (double& x : importance) x = std::exp(2.0 * static_cast<double>(normal(r)));
+            for (double& x : importance)
+                x = std::exp((h % 2 == 0 ? 2.0 : 5.0) * static_cast<double>(normal(r)));
             plan.blocks.push_back(kvq::allocate_widths(importance, F::keys::width_list::values,
                                                        F::keys::row_words(F::head_dim)));
         }
