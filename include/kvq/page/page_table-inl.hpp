@@ -370,6 +370,7 @@ KVQ_FUNC void page_table::add(page_span s, bool is_committed) {
         if (last.pages[0].get() == s.pages[0].get() && last.pages[1].get() == s.pages[1].get() &&
             last.shift == s.shift && last.skip + last.tokens == s.skip) {
             last.tokens += s.tokens;
+            last.room = larger(last.room, s.room);  // it was closed where it shows the page's first tokens
             tokens = last.end();
             return;
         }
