@@ -124,27 +124,31 @@ private:
             if (!same_pages(next, s) || next.skip < before.skip + before.tokens) break;
             tokens += next.tokens;
         }
-        std::size_t whole = 0;
-        for (std::size_t piece = 0; piece < s.pages.size(); ++piece)
-            if (s.pages[piece]) whole += sizes_.bytes(piece, s.pages[piece]->format, geometry_.page_tokens);
-        const double allowance =
-            static_cast<double>(whole) * tokens / geometry_.page_tokens / static_cast<double>(repack_);
-        repack_group g{first, end, 1, tokens, bytes_of(s), bytes_of(s), allowance, false};
+        repack_group g{first, end, 1, tokens, bytes_of(s), bytes_of(s), 0.0, false};
+        g.allowance = allowance_of(g, false);
         if (!committed_) g.bytes = new_bytes(g);
         return g;
+    }
+    /// Of its pages as they are, or in the formats of its new ones.
+    double allowance_of(const repack_group& g, bool fresh) const {
+        std::size_t whole = 0;
+        for (std::size_t piece = 0; piece < 2; ++piece)
+            if (const page_ref& p = table_[g.first].pages[piece])
+                whole += sizes_.bytes(piece, fresh ? format_of(g, piece) : p->format, geometry_.page_tokens);
+        return static_cast<double>(whole) * g.tokens / geometry_.page_tokens / static_cast<double>(repack_);
     }
     /// Not across the gap of a window.
     bool fits(const repack_group& a, const repack_group& b) const noexcept {
         return a.tokens + b.tokens <= geometry_.page_tokens &&
                table_[a.last - 1].end() == table_[b.first].first_token;
     }
-    static void join(repack_group& to, const repack_group& next) noexcept {
+    void join(repack_group& to, const repack_group& next) const {
         to.last = next.last;
         to.runs += next.runs;
         to.tokens += next.tokens;
         to.bytes += next.bytes;
         to.held += next.held;
-        to.allowance += next.allowance;
+        to.allowance = allowance_of(to, true);
         to.fresh = true;
     }
     bool may_change(const repack_group& g) const noexcept {
@@ -158,6 +162,7 @@ private:
             repack_group g = run_from(i, last);
             i = g.last;
             g.fresh = static_cast<double>(g.bytes) > g.allowance && may_change(g);
+            if (g.fresh) g.allowance = allowance_of(g, true);
             if (g.fresh && !groups_.empty() && groups_.back().fresh && fits(groups_.back(), g))
                 join(groups_.back(), g);
             else
