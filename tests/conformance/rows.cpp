@@ -192,6 +192,33 @@ TEST_CASE("rows of other systems: negative, zero and NaN scales and numbers") {
             }
 }
 
+TEST_CASE("rows of other systems: scales of any size and sign") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    for (const kvq::row_layout& l : kvq::row_layouts)
+        for (const auto role : {kvq::tensor::key, kvq::tensor::value})
+            for (int round = 0; round < 3 && l.scale != stored::none; ++round) {
+                problem p(random, kvq::token_rows(l), {role, random.between(1, 140), 96},
+                          random.between(1, 6), false);
+                INFO(l.name, ", ", p.shape.tokens, " tokens, ", p.n, " operands");
+                const int groups = p.shape.dim / l.channels, row = l.row_bytes(p.shape.dim);
+                for (int i = 0; i < p.shape.tokens * groups; ++i) {
+                    const int token = i / groups, group = i % groups;
+                    const auto half =
+                        static_cast<std::uint16_t>(random.between(0, 1) << 15 | random.between(0, 0x7bff));
+                    if (l.scale == stored::fp16)
+                        std::memcpy(p.block.data() + token * row + group * l.group_bytes(l.channels), &half,
+                                    2);
+                    else  // up to 2^109: sums of numbers times operands are finite
+                        p.block[static_cast<std::size_t>(p.shape.tokens * row + i)] = static_cast<std::byte>(
+                            l.scale == stored::e8m0 ? random.between(216, 236) : half >> 8 | (half & 3));
+                }
+                p.scheme.dequantize(p.shape, {}, p.block.data(), p.values.data());
+                p.check(p.shape.tokens, false);
+            }
+}
+
 TEST_CASE("rows of other systems: operands and weights that are NaN or huge do not reach other rows") {
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);

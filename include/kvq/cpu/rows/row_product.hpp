@@ -167,7 +167,7 @@ private:
     struct prepared {
         row_pass pass;
         const row_functions* functions;
-        bool finite;
+        bool finite, by_codes;
         addresses& at;
     };
 
@@ -211,7 +211,7 @@ private:
     bool keys_by_codes(const prepared& p, float* y, std::ptrdiff_t y_stride, bool add,
                        std::byte* workspace) const {
         if constexpr (multiplies_codes<Lanes>) {
-            if (!by_codes_ || !p.finite) return false;
+            if (!p.by_codes) return false;
             for (int i = 0; i < n_; i += row_key_operands)
                 if (!operands_of(i, workspace).finite()) return false;
             auto* const lines = reinterpret_cast<float*>(workspace + lines_);
@@ -240,7 +240,7 @@ private:
     bool values_by_codes(const prepared& p, const float* w, std::ptrdiff_t w_stride,
                          std::byte* workspace) const {
         if constexpr (multiplies_codes<Lanes>) {
-            if (!by_codes_ || !p.finite) return false;
+            if (!p.by_codes) return false;
             for (int i = 0; i < n_; ++i)
                 if (!all_finite(w + i * w_stride, p.pass.tokens)) return false;
             auto& weights = *reinterpret_cast<code_weight_space*>(workspace + weights_);
@@ -328,22 +328,29 @@ private:
                     nullptr},
                    of_layout_,
                    true,
+                   false,
                    at};
         if (scale_line_ > 0) {
             auto* const scales = reinterpret_cast<float*>(workspace + scales_);
             auto* const minima = reinterpret_cast<float*>(workspace + minima_);
             read_scales(of, at, tokens, workspace + codes_, scales, minima);
-            p.finite = finite_scales(scales, tokens) && (!layout_.minimum || finite_scales(minima, tokens));
+            const auto finite = [&](float factor) {
+                return finite_scales(scales, tokens, factor) &&
+                       (!layout_.minimum || finite_scales(minima, tokens, 1.0f));
+            };
+            // Sums of codes, below 2^31, are multiplied with them before operands' steps make them small.
+            p.by_codes = by_codes_ && finite(0x1p31f);
+            p.finite = p.by_codes || finite(1.0f);
             p.pass.scales = scales;
             p.pass.minima = layout_.minimum ? minima : nullptr;
             p.pass.scale_stride = scale_line_;
         }
         return p;
     }
-    bool finite_scales(const float* x, int tokens) const {
-        if (!by_codes_) return all_finite(x, tokens * scale_line_);
+    bool finite_scales(const float* x, int tokens, float factor) const {
+        if (!by_codes_) return all_finite(x, tokens * scale_line_, factor);
         bool finite = true;
-        for (int g = 0; g < groups_; ++g) finite = finite && all_finite(x + g * group_step_, tokens);
+        for (int g = 0; g < groups_; ++g) finite = finite && all_finite(x + g * group_step_, tokens, factor);
         return finite;
     }
     /// For kernels of floats: all numbers, if there are many operands.
@@ -370,14 +377,17 @@ private:
                   nullptr,   nullptr,   0,      nullptr};
         p.functions = &row_functions_of<Lanes, plain_floats, row_scales::none>;
     }
-    static bool all_finite(const float* x, int n) {
+    /// Are factor * x?
+    static bool all_finite(const float* x, int n, float factor = 1.0f) {
         constexpr int width = Lanes::width;
         auto zeros = Lanes::splat_float(0.0f);
         int i = 0;
         for (; i + width <= n; i += width)
-            zeros = Lanes::multiply_add(Lanes::load_floats(x + i), Lanes::splat_float(0.0f), zeros);
+            zeros =
+                Lanes::multiply_add(Lanes::multiply(Lanes::load_floats(x + i), Lanes::splat_float(factor)),
+                                    Lanes::splat_float(0.0f), zeros);
         float zero = Lanes::sum(zeros);
-        for (; i < n; ++i) zero += x[i] * 0.0f;
+        for (; i < n; ++i) zero += x[i] * factor * 0.0f;
         return zero == 0.0f;
     }
 
