@@ -214,6 +214,17 @@ int main(int argc, char** argv) {
         peers.back().attention.fill(q, k, none);
     }
 #endif
+    for (const std::string& part : only) {
+        const auto has = [&](const auto& r) { return r.name.find(part) != std::string::npos; };
+        bool found = std::any_of(rows.begin(), rows.end(), has);
+#if defined(KVQ_BENCH_GGML)
+        found = found || std::any_of(peers.begin(), peers.end(), has);
+#endif
+        if (!found) {
+            std::fprintf(stderr, "bench_latent: no keys have \"%s\" in their name\n", part.c_str());
+            return 2;
+        }
+    }
     std::mt19937 random(3);
     std::vector<std::int32_t> list;
     for (int i = 0; i < listed * query_tokens; ++i)
