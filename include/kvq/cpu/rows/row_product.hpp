@@ -333,13 +333,13 @@ private:
         if (scale_line_ > 0) {
             auto* const scales = reinterpret_cast<float*>(workspace + scales_);
             auto* const minima = reinterpret_cast<float*>(workspace + minima_);
-            read_scales(of, at, tokens, workspace + codes_, scales, minima);
+            const bool far_below = read_scales(of, at, tokens, workspace + codes_, scales, minima);
             const auto finite = [&](float factor) {
                 return finite_scales(scales, tokens, factor) &&
                        (!layout_.minimum || finite_scales(minima, tokens, 1.0f));
             };
             // Sums of codes, below 2^31, are multiplied with them before operands' steps make them small.
-            p.by_codes = by_codes_ && finite(0x1p31f);
+            p.by_codes = by_codes_ && (far_below || finite(0x1p31f));
             p.finite = p.by_codes || finite(1.0f);
             p.pass.scales = scales;
             p.pass.minima = layout_.minimum ? minima : nullptr;
@@ -391,20 +391,19 @@ private:
         return zero == 0.0f;
     }
 
-    /// Collects the scales of all tokens, then converts them a vector at a time.
-    void read_scales(const row_place& of, const addresses& at, int tokens, std::byte* codes, float* scales,
+    /// Collects the scales of all tokens, then converts them a vector at a time. True: 2^31 times them
+    /// is finite.
+    bool read_scales(const row_place& of, const addresses& at, int tokens, std::byte* codes, float* scales,
                      float* minima) const {
         if (layout_.scale == row_layout::stored::fp16) {
             read_halves(at, 0, tokens, codes, scales);
             if (layout_.minimum) read_halves(at, 2, tokens, codes, minima);
-            return;
+            return false;
         }
-        if (by_codes_) {
-            read_turned_scales(of.group_stride, at, tokens, codes, scales);
-            return;
-        }
+        const bool follow = of.group_stride == 1 && of.scale_stride == groups_ && !of.blocks;
+        if (by_codes_) return read_turned_scales(of.group_stride, follow, at, tokens, codes, scales);
         const int all = tokens * groups_;
-        if (of.group_stride == 1 && of.scale_stride == groups_ && !of.blocks) {
+        if (follow) {
             std::memcpy(codes, at.scales[0], static_cast<std::size_t>(all));
         } else {
             for (int t = 0; t < tokens; ++t)
@@ -420,19 +419,39 @@ private:
         for (int t = 0; t < tokens && !dense; ++t)
             for (int g = 0; g < scale_line_; ++g)
                 scales[t * scale_line_ + g] = g / copies < groups_ ? to[t * groups_ + g / copies] : 0.0f;
+        return false;
     }
     static typename Lanes::floats numbers_of_scales(row_layout::stored kind, typename Lanes::ints codes) {
         return kind == row_layout::stored::e4m3 ? float_lanes<Lanes, e4m3>::values(codes)
-                                                : powers_of_two(codes);
+                                                : powers_of_two<Lanes>(codes);
     }
-    /// Four of a token in a word, words of a vector of tokens.
-    void read_turned_scales(std::ptrdiff_t group_stride, const addresses& at, int tokens, std::byte* codes,
-                            float* to) const {
+    /// Four of a token in a word, words of a vector of tokens. follow: those of a token lie side by side,
+    /// and so do tokens.
+    bool read_turned_scales(std::ptrdiff_t group_stride, bool follow, const addresses& at, int tokens,
+                            std::byte* codes, float* to) const {
+        constexpr int width = Lanes::width;
         const auto factor = Lanes::splat_float(scale_factor_);
+        bool finite = true;
         for (int g = 0; g < groups_; g += 4) {
             const int here = detail::smaller(groups_ - g, 4);
+            int copied = 0;
+            if constexpr (multiplies_codes<Lanes>)
+                if (follow && (groups_ == 4 || groups_ == 8)) {
+                    std::int32_t order[width];
+                    for (int k = 0; k < width; ++k) order[k] = k * groups_ / 4 + g / 4;
+                    const auto of = Lanes::load(reinterpret_cast<const std::byte*>(order));
+                    for (; copied + width <= tokens; copied += width) {
+                        const std::byte* const from = at.scales[0] + copied * groups_;
+                        const auto words = [](const std::byte* p) {
+                            return Lanes::as_floats(Lanes::load(p));
+                        };
+                        Lanes::store(codes + 4 * copied,
+                                     Lanes::as_ints(Lanes::lookup(words(from),
+                                                                  words(from + (groups_ - 4) * width), of)));
+                    }
+                }
             if (group_stride == 1 && here == 4)
-                for (int t = 0; t < tokens; ++t) std::memcpy(codes + 4 * t, at.scales[t] + g, 4);
+                for (int t = copied; t < tokens; ++t) std::memcpy(codes + 4 * t, at.scales[t] + g, 4);
             else
                 for (int t = 0; t < tokens; ++t)
                     for (int k = 0; k < here; ++k) codes[4 * t + k] = at.scales[t][(g + k) * group_stride];
@@ -452,11 +471,15 @@ private:
             } else {
                 convert([](auto x) { return numbers_of_scales(row_layout::stored::e8m0, x); });
             }
+            finite = false;
         }
+        return finite;
     }
-    /// Four in a word, through 16-bit floats. False: one is NaN.
+    /// Four in a word, through 16-bit floats, whose unit is 2^-8 of theirs. False: 2^31 times one may be
+    /// infinite, or it is NaN.
     bool e4m3_words(const std::byte* codes, int tokens, float* to) const {
-        const auto factor = Lanes::splat_float(scale_factor_), unit = Lanes::splat_float(256.0f);
+        if (!(scale_factor_ * 448.0f * 0x1p31f * 0.0f == 0.0f)) return false;
+        const auto factor = Lanes::splat_float(256.0f * scale_factor_);
         auto found = Lanes::splat(0);
         for (int t = 0; t < tokens; t += Lanes::width) {
             const auto magnitude = Lanes::bit_and(Lanes::load(codes + 4 * t), Lanes::splat(0x7f7f7f7f));
@@ -464,22 +487,12 @@ private:
             typename Lanes::floats of[4];
             Lanes::load_e4m3_words(codes + 4 * t, of);
             for (int k = 0; k < 4; ++k)
-                Lanes::store_floats(to + k * tokens_of_pass + t,
-                                    Lanes::multiply(Lanes::multiply(of[k], unit), factor));
+                Lanes::store_floats(to + k * tokens_of_pass + t, Lanes::multiply(of[k], factor));
         }
         std::uint32_t words[Lanes::width], all = 0;
         Lanes::store(reinterpret_cast<std::byte*>(words), found);
         for (const std::uint32_t w : words) all |= w;
         return (all & 0x80808080u) == 0;
-    }
-    /// 2^(code - 127); the code 255 is NaN.
-    static typename Lanes::floats powers_of_two(typename Lanes::ints codes) {
-        const auto where_negative = [](typename Lanes::ints a) {
-            return Lanes::bit_and(Lanes::template shift_right_signed<31>(a), Lanes::splat(1 << 22));
-        };
-        const auto special = Lanes::bit_or(where_negative(Lanes::subtract(codes, Lanes::splat(1))),
-                                           where_negative(Lanes::subtract(Lanes::splat(254), codes)));
-        return Lanes::as_floats(Lanes::bit_or(Lanes::template shift_left<23>(codes), special));
     }
     /// The fp16 `offset` bytes behind the beginning of each group.
     void read_halves(const addresses& at, int offset, int tokens, std::byte* bits, float* to) const {
