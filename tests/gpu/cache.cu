@@ -2172,9 +2172,20 @@ void check_refusals() {
     long_texts.page_tokens = page;
     long_texts.max_tokens = 100000;
     CHECK(short_text.open(shape, long_texts, std::span(&compiled(), 1), nullptr), "open");
-    CHECK(short_text.begin_prompt(short_text.new_sequence(), 10, nullptr), "begin");
-    CHECK(short_text.prompt_bytes() < 2 << 20, "a prompt of 10 tokens takes %zu bytes",
-          short_text.prompt_bytes());
+    const cuda::sequence_id text = short_text.new_sequence();
+    const test::device_buffer<float16> rows(1300 * heads * dim);
+    std::size_t most = 2 << 20;
+    std::uint64_t graph = 0;
+    for (const int n : {10, 1300, 10}) {  // formats that have no pages take no memory
+        CHECK(short_text.begin_prompt(text, n, nullptr), "begin");
+        CHECK(short_text.prompt_bytes() <= most, "a prompt of %d tokens behind %d takes %zu bytes", n,
+              short_text.tokens(text) - n, short_text.prompt_bytes());
+        if (n == 1300) most = short_text.prompt_bytes();
+        CHECK(std::exchange(graph, short_text.graph_id()) != short_text.graph_id(), "a graph of prompts");
+        const token_view<const float16> kv(rows.get(), n, heads, dim);
+        for (int layer = 0; layer < layers; ++layer)
+            CHECK(short_text.append(layer, kv, kv, nullptr), "append");
+    }
 
     both_options o;
     o.max_tokens = 300;

@@ -18,6 +18,7 @@ struct begun_step {
     sequence_id id;      // of a prompt
     int rows = 0, new_tokens = 0;
     std::size_t slot_bytes = 0;  // of a prompt, before its pages
+    std::uint64_t number = 0;    // of a prompt: lengths of its launches are its own, so that no graph replays
 };
 /// The tokens of a prompt in a layer that others share: [tokens][kv_heads][dim] in memory of the cache.
 struct shared_chunk {

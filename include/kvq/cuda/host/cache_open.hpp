@@ -175,9 +175,9 @@ inline status cache::open_scratch() {
     std::size_t bytes[2] = {}, free = 0;  // of all heads, of one
     for (const detail::layer_group& g : groups_)
         for (int heads : {0, 1})
-            bytes[heads] = common::larger(
-                bytes[heads], g.format.functions->prompt_scratch_bytes(
-                                  g.view_before_prompt(0), g.geometry.first_token(g.columns), 1, heads));
+            bytes[heads] =
+                common::larger(bytes[heads], g.format.functions->prompt_scratch_bytes(
+                                                 g.view(0, 1), g.geometry.first_token(g.columns), 1, heads));
     most_scratch_ = options_.prompt_scratch;
     if (bytes[0] > 0 && most_scratch_ == automatic_scratch) {
         if (const cudaError_t code = cudaMemGetInfo(&free, &most_scratch_); code != cudaSuccess)
@@ -504,7 +504,7 @@ inline status cache::commit_to(std::string_view format) {
 
 inline std::uint64_t cache::graph_id() const noexcept {
     const int tokens = step_.draft == 0 ? step_.new_tokens : 1 << 15 | step_.draft << 7 | step_.new_tokens;
-    std::uint64_t id = 0;
+    std::uint64_t id = step_.number;
     for (const detail::layer_group& g : groups_) {
         const bool unranked = options_.listed_tokens > 0 && detail::has_unranked(g, step_.rows);
         id = id * 0x9e3779b97f4a7c15u ^

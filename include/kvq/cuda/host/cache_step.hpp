@@ -195,8 +195,8 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
         const detail::layer_group& g = groups_[i];
         lists += static_cast<std::size_t>(g.slot_lists());
         if (!cross)
-            scratch =
-                common::larger(scratch, scratch_bytes(g, e.pages[i].paged_tokens(g.geometry), new_tokens));
+            scratch = common::larger(scratch, scratch_bytes(g, e.pages[i].paged_tokens(g.geometry),
+                                                            e.pages[i].formats(), new_tokens));
         if (g.takes_steps() == cross) continue;
         const detail::pool_memory& m = g.window.memory();
         const auto pages = static_cast<std::size_t>(g.scratch_pages(e.pages[i], new_tokens));
@@ -210,6 +210,7 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     if (status r = larger.take(stream); !r) return r;
     step next;
     next.begun = next.prompt = true;
+    next.number = ++versions_;
     next.cross = cross;
     next.rows = 1;
     next.new_tokens = new_tokens;
@@ -235,10 +236,12 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
         const bool plans_keys = g.plans.takes(e.pages[i].target()) &&
                                 e.pages[i].completes(new_tokens, g.geometry) &&
                                 detail::take_plan(g, e.pages[i]);
+        const unsigned formats = e.pages[i].formats();
         g.plans.begun = plans_keys ? e.pages[i].plan : page_ref{};
         found.push_back(g.begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>() + slot_bytes,
                                        slot_list, plans_keys, to));
         g.now.paged_before = found.back().before;
+        g.now.formats_before = formats;
         if (g.format.latent) found.push_back(g.run_slots(found.back()));
         slot_list += g.slot_lists() * new_tokens;
         g.now.runs = runs;
@@ -294,12 +297,15 @@ inline status cache::append_and_attend(int layer, const input_view& k, const inp
     return s;
 }
 
-/// Of prefill() in layers of this kind.
-inline std::size_t cache::scratch_bytes(const detail::layer_group& g, int tokens, int new_tokens) const {
+/// Of prefill() in layers of this kind, over pages of these formats.
+inline std::size_t cache::scratch_bytes(const detail::layer_group& g, int tokens, unsigned formats,
+                                        int new_tokens) const {
     if (most_scratch_ == 0) return 0;
+    detail::layer_view view = g.view(0, 1);
+    for (int f = 0; f < g.kinds() && g.takes_steps(); ++f)  // others are not seen as they were before it
+        if ((formats >> f & 1) == 0) view.quantized[f].capacity = 0;
     const auto of_heads = [&](int heads) {  // of 0 tokens: those that tables name
-        return g.format.functions->prompt_scratch_bytes(g.view_before_prompt(0), common::larger(1, tokens),
-                                                        new_tokens, heads);
+        return g.format.functions->prompt_scratch_bytes(view, common::larger(1, tokens), new_tokens, heads);
     };
     const std::size_t all = of_heads(0);
     // Powers of two, so that few of a long text's chunks take larger memory.
@@ -338,7 +344,7 @@ inline status cache::prefill_part(int layer, const input_view& k, const input_vi
     if (status s = g.add_window(options, member_of(layer)); !s) return s;
     if (step_.prompt) {
         options.scratch = scratch_of(layer);
-    } else if (const std::size_t bytes = scratch_bytes(g, detail::most_tokens, 0); bytes > 0) {
+    } else if (const std::size_t bytes = scratch_bytes(g, detail::most_tokens, ~0u, 0); bytes > 0) {
         detail::larger_memories larger;
         if (status s = larger.find(staging_, options_.memory, bytes, "a part of a prompt", stream); !s)
             return s;

@@ -65,6 +65,7 @@ struct layer_view {
         // another system; 0: pages of kvq.
         float scales[2] = {1.0f, 1.0f};
         std::size_t token_bytes = 0, head_bytes = 0;
+        int capacity = -1;  // as cache_part has it
     };
     part quantized[most_formats];
     resident_memory resident;

@@ -5,8 +5,7 @@
 // to quantize. The host has a copy of all but the lists, and sends words that change. Row b of a table is
 // that of the step's sequence b; it stays while the same sequence stands there. The words of all groups are
 // one range of memory, so that a begin sends them together.
-// Contract: a cache of equal layers has one group. cache::open() makes groups; nothing moves them to other
-// words afterwards.
+// Contract: cache::open() makes groups, one of equal layers; nothing moves them to other words afterwards.
 #pragma once
 
 #include <algorithm>
@@ -36,8 +35,8 @@ struct layer_group : group_formats {
     };
     /// What the step that has begun is for these layers.
     struct step {
-        unsigned targets = 0;  // formats that pages are committed to
-        int runs = 1;          // launches of an attention (moved_runs.hpp)
+        unsigned targets = 0, formats_before = 0;  // that pages are committed to; of those before a prompt
+        int runs = 1;                              // launches of an attention (moved_runs.hpp)
         // Of a prompt: the quantized pages before it, and the tokens, hidden ones too.
         int committed_before = 0, paged_before = 0;
         prompt_ranges ranges;
@@ -436,13 +435,15 @@ struct layer_group : group_formats {
             }
         return v;
     }
-    /// The sequence of a prompt as it was before it. Pages of its tokens are named already: lengths hide
-    /// them.
+    /// The sequence before a prompt. Pages of its tokens are named already: lengths hide them.
     layer_view view_before_prompt(int member, int run = -1) const noexcept {
         layer_view v = view(member, 1, run, true);
         v.tokens = words + prompt_at();
         v.committed = words + prompt_at() + 1;
-        for (int f = 0; f < kinds(); ++f) v.quantized[f].end_page = v.committed;
+        for (int f = 0; f < kinds(); ++f) {
+            if ((now.targets >> f & 1) != 0) v.quantized[f].end_page = v.committed;
+            if ((now.formats_before >> f & 1) == 0) v.quantized[f].capacity = 0;  // no tiles
+        }
         return v;
     }
     /// Of latents: the same with the prompt's tokens, in the run. They see as many tokens as the word says.
@@ -503,8 +504,7 @@ struct layer_group : group_formats {
             "-int8x%d or -ref8x%d, or has codes of 8 bits",
             describe(0).c_str(), k.name.c_str(), rotary, rotary, rotary, rotary);
     }
-    /// Do steps and prompts give these layers tokens? Those with cross attention have the tokens of another
-    /// text.
+    /// Do steps and prompts give these layers tokens? Those with cross attention have another text's.
     bool takes_steps() const noexcept { return !geometry.window.cross; }
     /// Do queries of the step's last `count` tokens see nothing that their window has freed?
     bool holds_queries(int count, int of_step) const noexcept {

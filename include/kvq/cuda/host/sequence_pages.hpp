@@ -89,6 +89,13 @@ struct sequence_pages {
         return p != nullptr ? p->format - 1 : -1;
     }
 
+    /// Bit f: it has pages of format f.
+    unsigned formats() const noexcept {
+        unsigned found = 0;
+        for (int i = gone(); i < committed(); ++i) found |= 1u << (format_of(i) + 1);
+        return found >> 1;
+    }
+
     /// Where the next accepted token goes.
     int paged_tokens(const device_geometry& g) const noexcept {
         if (pages() == gone()) return tokens();
