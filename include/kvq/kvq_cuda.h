@@ -583,6 +583,9 @@ typedef struct kvq_cuda_layer {
     int32_t sink_tokens;          // 0: none
     kvq_cuda_pages sinks;
     const int32_t* sink_table;  // [sequences][sink_tokens / 16, rounded up]
+    /// For workspaces of prompts: no sequence has more, sinks included; 0: as many as its tables name. Rows
+    /// of one that has more are NaN.
+    int32_t most_tokens;
 } kvq_cuda_layer;
 
 /// Attention of the last q.tokens / sequences tokens of every sequence. workspace: a multiple of 16, zero

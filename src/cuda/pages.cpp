@@ -89,7 +89,7 @@ void set_scales(const cuda::device_format& kernels, const kvq_cuda_pages& p, int
 void expect_dense(const kvq_cuda_pages& p, const char* name) {
     expect(p.token_stride == 0 && p.head_stride == 0, KVQ_ERROR_UNSUPPORTED, name, " has tokens ",
            p.token_stride, " and heads ", p.head_stride,
-           " bytes apart: kvq_cuda_pages_convert requantizes pages with strides");
+           " bytes apart: strides are for fp8 and fp8-e5m2; kvq_cuda_pages_convert requantizes such pages");
 }
 
 /// Sets the strides of pages that lie as another system has them.
@@ -162,6 +162,7 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
     expect_list(l.parts, l.part_count, "layer.parts");
     cuda::detail::layer_view v{};
     v.window = memory_of(kernels, l.window, -1, l.kv_heads, "layer.window");
+    expect_dense(l.window, "layer.window");
     v.window_table = l.window_table;
     v.ring = l.window_columns;
     v.sinks = v.window;
@@ -171,6 +172,7 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
         kvq_cuda_pages sinks = l.sinks;
         sinks.page_tokens = sink_page_tokens;
         v.sinks = memory_of(kernels, sinks, -1, l.kv_heads, "layer.sinks");
+        expect_dense(sinks, "layer.sinks");
         expect_data(l.sink_table, "layer.sink_table");
         v.sink_table = l.sink_table;
         v.sink_columns = common::ceil_div(l.sink_tokens, sink_page_tokens);
@@ -204,6 +206,15 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
         set_strides(part.pages, v.quantized[number], "a part");
         set_scales(kernels, part.pages, number, v.quantized[number], "a part");
     }
+    return v;
+}
+
+/// The same, of a prompt: formats without a part take no scratch memory.
+cuda::detail::layer_view view_before_prompt(const cuda::device_format& kernels, const kvq_cuda_layer& l) {
+    expect(l.most_tokens >= 0, KVQ_ERROR_ARGUMENT, "layer.most_tokens is ", l.most_tokens);
+    cuda::detail::layer_view v = view_of_layer(kernels, l);
+    for (cuda::detail::layer_view::part& p : v.quantized)
+        if (p.first_page == l.committed && p.end_page == l.committed) p.capacity = 0;
     return v;
 }
 
@@ -278,6 +289,7 @@ kvq_status kvq_cuda_pages_store(const kvq_cuda_kernels* kernels, const kvq_cuda_
         kvq::cuda::detail::layer_view l{};
         l.kv_heads = k->heads;
         const auto memory = memory_of(of, *to, -1, k->heads, "to");
+        expect_dense(*to, "to");
         const bool sinks = to->page_tokens == sink_page_tokens && of.page_tokens != sink_page_tokens;
         check(of.functions->store(l, memory, sinks, keys, values, reinterpret_cast<const long long*>(slots),
                                   stream_of(stream)));
@@ -436,9 +448,9 @@ kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cud
         expect_data(starts, "starts");
         expect(o.ancestors == nullptr && o.alibi_slopes == nullptr, KVQ_ERROR_ARGUMENT,
                "a prompt has no tree of drafted tokens and no ALiBi");
-        const auto l = view_of_layer(of, given);
+        const auto l = view_before_prompt(of, given);
         kvq::cuda::prefill_options p = prefill_of(o);
-        p.scratch = {workspace, workspace_bytes};
+        p.scratch = {workspace, workspace_bytes, given.most_tokens};
         const auto* const strided = strided_of(of, l);
         check((strided != nullptr ? strided->prefill : of.functions->prefill)(
             l, keys, values, queries, to, starts, most_new_tokens, p, stream_of(stream), nullptr));
@@ -449,10 +461,12 @@ kvq_status kvq_cuda_pages_prefill_bytes(const kvq_cuda_kernels* kernels, const k
                                         int32_t most_new_tokens, int32_t heads, size_t* bytes) {
     return guard([&] {
         const kvq::cuda::device_format& of = get(kernels, "kernels").format;
-        const auto l = view_of_layer(of, read_struct(layer, "layer"));
+        const kvq_cuda_layer given = read_struct(layer, "layer");
+        const auto l = view_before_prompt(of, given);
         expect(most_new_tokens >= 0 && heads >= 0, KVQ_ERROR_ARGUMENT, most_new_tokens, " new tokens, ",
                heads, " heads");
-        place(bytes, "bytes") = of.functions->prompt_scratch_bytes(l, 0, most_new_tokens, heads);
+        place(bytes, "bytes") =
+            of.functions->prompt_scratch_bytes(l, given.most_tokens, most_new_tokens, heads);
     });
 }
 }

@@ -1700,7 +1700,7 @@ void conversion_of_pages() {
     window.format = "fp16";
     REFUSED(kvq_cuda_pages_requantize(of_rows, heads, &window, one.get(), &rows.pages, one.get(), 1, nullptr,
                                       nullptr),
-            KVQ_ERROR_UNSUPPORTED, "kvq_cuda_pages_convert requantizes pages with strides");
+            KVQ_ERROR_UNSUPPORTED, "kvq_cuda_pages_convert requantizes such pages");
     OK(kvq_cuda_kernels_free(of_rows));
     OK(kvq_cuda_kernels_free(of_codes));
 }
@@ -1828,7 +1828,14 @@ void strided_pages() {
     const kvq_tensor tk = tensor_of(dk.get(), many, heads), tv = tensor_of(dv.get(), many, heads),
                      tq2 = tensor_of(dq.get(), many, queries), to2 = tensor_of(out.get(), many, queries);
     std::size_t of_tiles = 0;
+    layer.columns = 1000;
+    std::size_t of_tables = 0;
+    OK(kvq_cuda_pages_prefill_bytes(kernels, &layer, added[0], 0, &of_tables));
+    layer.most_tokens = lengths[0];
     OK(kvq_cuda_pages_prefill_bytes(kernels, &layer, added[0], 0, &of_tiles));
+    CHECK(of_tables == 0 ? of_tiles == 0 : of_tables > 50 * of_tiles,
+          "%zu bytes for a prompt, %zu for tables", of_tiles, of_tables);
+    layer.columns = columns;
     const test::device_buffer<std::byte> tiles(of_tiles);
     for (const std::size_t memory : {std::size_t{0}, of_tiles}) {
         out.poison();
@@ -1864,6 +1871,18 @@ void strided_pages() {
     }
 
     // Bad input.
+    layer.most_tokens = -1;
+    REFUSED(kvq_cuda_pages_prefill_bytes(kernels, &layer, 1, 0, &of_tiles), KVQ_ERROR_ARGUMENT,
+            "layer.most_tokens is -1");
+    layer.window.token_stride = row;
+    REFUSED(attend(), KVQ_ERROR_UNSUPPORTED, "layer.window has tokens 64");
+    kvq_cuda_pages fp16{};
+    fp16.keys = fp16.values = out.get();
+    fp16.token_stride = row;
+    REFUSED(
+        kvq_cuda_pages_store(kernels, &fp16, &tk, &tv, reinterpret_cast<const int64_t*>(out.get()), nullptr),
+        KVQ_ERROR_UNSUPPORTED, "to has tokens 64");
+    layer.window.token_stride = 0;
     part.pages.token_stride = 0;
     REFUSED(attend(), KVQ_ERROR_ARGUMENT, "but no stride of tokens");
     part.pages.token_stride = 24;

@@ -74,7 +74,7 @@ class EnginePages(OnGpu):
         # Attention over pages as they lie: of the last tokens, and of two new ones.
         q, new = normal(2, Q, D), [normal(2, KV, D) for _ in range(2)]
         starts = torch.tensor([0, 2], dtype=torch.int32, device=DEVICE)
-        outs = (kvq.cuda.attend_pages(views[0], q, lengths), kvq.cuda.prefill_pages(views[0], *new, q, lengths, starts, 2))
+        outs = (kvq.cuda.attend_pages(views[0], q, lengths), kvq.cuda.prefill_pages(views[0], *new, q, lengths, starts, 2, most_tokens=tokens))
         paged = [torch.cat([f.dequantize(page, torch.empty(64, KV, D)) for page in of_side])[:tokens] for f, of_side in zip(of, made)]
         for out, first, (k, v) in zip(outs, (tokens - 1, tokens + 1),
                                       (paged, [torch.cat([x, y.cpu().float()]) for x, y in zip(paged, new)])):

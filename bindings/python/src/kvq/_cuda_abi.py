@@ -102,7 +102,7 @@ class kvq_cuda_layer(Struct):
                 ("committed", c_void_p), ("parts", POINTER(kvq_cuda_part)), ("part_count", c_int32),
                 ("columns", c_int32), ("window", kvq_cuda_pages), ("window_table", c_void_p),
                 ("window_columns", c_int32), ("sink_tokens", c_int32), ("sinks", kvq_cuda_pages),
-                ("sink_table", c_void_p)]
+                ("sink_table", c_void_p), ("most_tokens", c_int32)]
 
 
 # Arguments of the functions that return a status.

@@ -772,8 +772,8 @@ class Pages:
                 raise UnsupportedError(f"kvq: {name}s are on {x.device}, not on a GPU")
             size, strides = x.element_size(), x.stride()
             setattr(pages, name + "s", x.data_ptr())
-            setattr(pages, name + "_stride", strides[0] * size)
-            if order == "NHD":
+            if order == "NHD":  # strides of one page, token or head mean nothing
+                strides = tuple(stride if n > 1 else head_dim for stride, n in zip(strides, (*x.shape[:3], 2)))
                 if list(x.shape[1:]) != [page_tokens, kv_heads, head_dim] or strides[3] != 1 or size != 1:
                     raise ArgumentError(f"kvq: {name}s are {x.dtype} {list(x.shape)} with strides {list(strides)}, not bytes "
                                         f"[pages][{page_tokens}][{kv_heads}][{head_dim}]")
@@ -783,6 +783,7 @@ class Pages:
             elif x.shape[0] > 0 and (not x[0].is_contiguous() or x[0].numel() * size < least):
                 raise ArgumentError(f"kvq: {name}s are {x.dtype} {list(x.shape)} with strides {list(strides)}; a page of {format} is "
                                     f"{least} contiguous bytes")
+            setattr(pages, name + "_stride", strides[0] * size)
         for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
             if not scale > 0:
                 raise ArgumentError(f"kvq: {name} is {scale}, which must be positive")
@@ -835,17 +836,20 @@ def attend_pages(pages: Pages, q: torch.Tensor, tokens: torch.Tensor, out: Optio
 
 
 def prefill_pages(pages: Pages, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, tokens: torch.Tensor, starts: torch.Tensor,
-                  most_new_tokens: int, out: Optional[torch.Tensor] = None, *, lse: Optional[torch.Tensor] = None,
-                  **options: Any) -> torch.Tensor:
+                  most_new_tokens: int, out: Optional[torch.Tensor] = None, *, most_tokens: Optional[int] = None,
+                  lse: Optional[torch.Tensor] = None, **options: Any) -> torch.Tensor:
     """Attention of new tokens over pages as they lie, and over each other, causal. Nothing is stored. Returns out.
 
     k, v, q  [new tokens][heads][head_dim] of pages' dtype
     tokens   int32 [sequences] on the device, before the new ones: all in pages
     starts   int32 [sequences + 1] on the device: rows starts[s] to starts[s + 1] - 1 are those of sequence s
     most_new_tokens  of one sequence
+    most_tokens  of one sequence before the new ones, else as many as its table names: on sm_90a memory for all of them is allocated.
+                 Rows of a sequence that has more are NaN
     options  as of Cache.prefill
     """
     layer, _held = pages._layer(tokens)
+    layer.most_tokens = limit(most_tokens, "most_tokens")
     _expect_on_device("starts", starts, torch.int32)
     if starts.shape != (pages.sequences + 1,):
         raise ArgumentError(f"kvq: starts have shape {list(starts.shape)}, for {pages.sequences} sequences")
