@@ -254,13 +254,17 @@ struct register_ops<Arch> {
     /// x, low x, high y, low y; or, Turned, high x, high y, low x, low y.
     template <bool Turned>
     static KVQ_INLINE ints high_low_pairs(ints x, ints y) {
-        const __m512i order =
-            Turned
-                ? _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 3, 7, 11, 15, 0, 4, 8, 12, 2, 6, 10, 14))
-                : _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, 3, 7, 11, 15, 2, 6, 10, 14));
-        const __m512i both =
-            _mm512_ternarylogic_epi32(x, _mm512_set1_epi32(0xffff), _mm512_slli_epi32(y, 16), 0xe2);
-        return _mm512_shuffle_epi8(_mm512_xor_si512(both, _mm512_set1_epi16(128)), order);
+        // -1: zero.
+        const __m512i of_x = _mm512_broadcast_i32x4(
+                          Turned ? _mm_setr_epi8(1, 5, 9, 13, -1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1)
+                                 : _mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1)),
+                      of_y = _mm512_broadcast_i32x4(
+                          Turned ? _mm_setr_epi8(-1, -1, -1, -1, 1, 5, 9, 13, -1, -1, -1, -1, 0, 4, 8, 12)
+                                 : _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 1, 5, 9, 13, 0, 4, 8, 12)),
+                      low = _mm512_broadcast_i32x4(Turned ? _mm_setr_epi32(0, 0, -0x7f7f7f80, -0x7f7f7f80)
+                                                          : _mm_setr_epi32(0, -0x7f7f7f80, 0, -0x7f7f7f80));
+        return _mm512_ternarylogic_epi32(_mm512_shuffle_epi8(x, of_x), _mm512_shuffle_epi8(y, of_y), low,
+                                         0x56);
     }
     /// Word k: byte of[k] of four rows of 16 bytes. Sets = 1: in order; 2: bytes k and 8 + k in turns.
     template <int Sets>

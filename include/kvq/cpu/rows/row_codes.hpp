@@ -3,7 +3,7 @@
 //
 //   begin_code_operands            x as 16 bits
 //   code_keys<Lanes, Q>            y[i][t] = sum_g scale[g][t] sum_c code[t][c] x[i][c]
-//   code_weights<Lanes, Q>         w[i][t] scale[g][t] as 16 bits, for four groups of channels
+//   code_weights<Lanes, Q>         w[i][t] scale[g][t] as 16 bits, for eight groups of channels
 //   code_values<Lanes, Q>          y[i][c] = step[i][g] sum_t number[t][c] w[i][g][t]
 //
 // A code is an unsigned byte: the number plus an offset. Half bytes are looked up in a table. A product takes
@@ -345,11 +345,11 @@ KVQ_NOINLINE void code_keys(const row_pass& pass, const code_rows& codes, int gr
         }
 }
 
-/// Groups of weights that are prepared together: their maxima fill a vector.
-inline constexpr int weight_groups = 4;
+/// Groups of weights that are prepared together: their maxima fill two vectors.
+inline constexpr int weight_groups = 8;
 
-/// Weights of four groups, of four tokens in a word, and of each group and operand -offset times their sum, a
-/// step, and the sum of weights times minima.
+/// Weights of eight groups, of four tokens in a word, and of each group and operand -offset times their sum,
+/// a step, and the sum of weights times minima.
 struct code_weight_space {
     std::uint32_t words[weight_groups * 2][tokens_of_pass];
     std::int32_t starts[weight_groups * 4];
@@ -370,7 +370,7 @@ KVQ_NOINLINE bool code_weights(const float* w, std::ptrdiff_t w_stride, int coun
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
     constexpr int width = Lanes::width;
-    static_assert(width == weight_groups * 4);
+    static_assert(2 * width == weight_groups * 4);
     const auto zero = Lanes::splat_float(0.0f);
     const float* row[Q];
     KVQ_UNROLL
@@ -383,8 +383,10 @@ KVQ_NOINLINE bool code_weights(const float* w, std::ptrdiff_t w_stride, int coun
         const int rest = tokens - t;
         if (rest > 0) of(t, [&](const float* p) KVQ_INLINE_LAMBDA { return Lanes::load_floats(p, rest); });
     };
-    ints most[width], sums[width];
-    for (int k = 0; k < width; ++k) most[k] = sums[k] = Lanes::splat(0);
+    const int filled = detail::round_up(4 * groups, width);  // sums of groups and operands, in vectors
+    ints most[2 * width], sums[2 * width];
+    if (Q < 4 || 4 * groups < filled)
+        for (int k = 0; k < filled; ++k) most[k] = sums[k] = Lanes::splat(0);
     for (int g = 0; g < groups; ++g) {
         floats largest[Q], of_minima[Q];
         KVQ_UNROLL
@@ -406,14 +408,19 @@ KVQ_NOINLINE bool code_weights(const float* w, std::ptrdiff_t w_stride, int coun
             if (minima) to.of_minima[4 * g + i] = Lanes::sum(of_minima[i]);
         }
     }
-    const floats largest = Lanes::template extreme_of_each<false>(most);
-    if (!(Lanes::sum(Lanes::multiply(largest, zero)) == 0.0f)) return false;
-    // The inverse is finite.
-    const floats step = Lanes::larger(Lanes::multiply(largest, Lanes::splat_float(1.0f / code_operand_limit)),
-                                      Lanes::splat_float(0x1p-126f));
-    float inverses[width];
-    Lanes::store_floats(inverses, Lanes::divide(Lanes::splat_float(1.0f), step));
-    Lanes::store_floats(to.steps, step);
+    float inverses[2 * width];
+    auto zeros = zero;
+    for (int k = 0; k < filled; k += width) {
+        const floats largest = Lanes::template extreme_of_each<false>(most + k);
+        zeros = Lanes::multiply_add(largest, zero, zeros);
+        // The inverse is finite.
+        const floats step =
+            Lanes::larger(Lanes::multiply(largest, Lanes::splat_float(1.0f / code_operand_limit)),
+                          Lanes::splat_float(0x1p-126f));
+        Lanes::store_floats(inverses + k, Lanes::divide(Lanes::splat_float(1.0f), step));
+        Lanes::store_floats(to.steps + k, step);
+    }
+    if (!(Lanes::sum(zeros) == 0.0f)) return false;
     // In a float of this size the lowest bits are a whole number. 128: high_low_pairs.
     constexpr float zero_weight = 0x1.8p23f + 128.0f;
     const auto whole = Lanes::splat_float(zero_weight);
@@ -462,9 +469,11 @@ KVQ_NOINLINE bool code_weights(const float* w, std::ptrdiff_t w_stride, int coun
         }
     }
     // Sums of whole numbers below 2^24.
-    float all[width];
-    Lanes::store_floats(all, Lanes::merge_lanes(sums, [](floats a, floats b) { return Lanes::add(a, b); }));
-    for (int k = 0; k < width; ++k) to.starts[k] = -offset * static_cast<std::int32_t>(all[k]);
+    float all[2 * width];
+    for (int k = 0; k < filled; k += width)
+        Lanes::store_floats(
+            all + k, Lanes::merge_lanes(sums + k, [](floats a, floats b) { return Lanes::add(a, b); }));
+    for (int k = 0; k < filled; ++k) to.starts[k] = -offset * static_cast<std::int32_t>(all[k]);
     return true;
 }
 
