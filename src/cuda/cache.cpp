@@ -115,6 +115,8 @@ device_state::device_state(const kvq_cuda_cache_options& o, cudaStream_t stream)
     c.pool_tokens = o.pool_tokens;
     c.pool_sequences = o.pool_sequences;
     c.growing = o.fixed == 0;
+    expect(o.prompt_scratch_mib >= 0 || o.prompt_scratch_mib == KVQ_NONE, KVQ_ERROR_ARGUMENT,
+           "options.prompt_scratch_mib is ", o.prompt_scratch_mib);
     if (o.prompt_scratch_mib != 0)
         c.prompt_scratch = static_cast<std::size_t>(or_default(o.prompt_scratch_mib, 0)) << 20;
     c.pool_states = o.pool_states;

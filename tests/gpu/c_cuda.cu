@@ -2070,7 +2070,8 @@ void bad_input() {
          {&kvq_cuda_cache_options::layers, &kvq_cuda_cache_options::kv_heads,
           &kvq_cuda_cache_options::max_batch, &kvq_cuda_cache_options::max_tokens,
           &kvq_cuda_cache_options::pool_tokens, &kvq_cuda_cache_options::pool_sequences,
-          &kvq_cuda_cache_options::draft_tokens, &kvq_cuda_cache_options::step_tokens}) {
+          &kvq_cuda_cache_options::draft_tokens, &kvq_cuda_cache_options::step_tokens,
+          &kvq_cuda_cache_options::prompt_scratch_mib}) {
         o = device_options();
         o.*member = -5;
         REFUSED(kvq_cuda_cache_create(&o, s, &made), KVQ_ERROR_ARGUMENT, "-5");
