@@ -140,7 +140,8 @@ status launch_ready(const Args& args, const Without& without, ready_tiles ready,
         code = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
     if (code != cudaSuccess) return runtime_error(code, "prefill: shared memory of a block");
     ready.memory = static_cast<std::byte*>(scratch.memory);
-    const int heads = ready.heads;
+    // As many passes, of as equal numbers of heads as there are.
+    const int heads = kvq::detail::ceil_div(kv_heads, kvq::detail::ceil_div(kv_heads, ready.heads));
     for (int head = 0; head < kv_heads; head += heads) {
         ready.first_head = head;
         ready.heads = kvq::detail::smaller(heads, kv_heads - head);
