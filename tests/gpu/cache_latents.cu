@@ -595,6 +595,13 @@ struct history {
             }
         };
         if (any(0, 2) == 0) {
+            // All sequences: stepping down leaves pages that others hold.
+            ids.clear();
+            hosts.clear();
+            for (pair& p : pairs) {
+                ids.push_back(p.id);
+                hosts.push_back(&p.host);
+            }
             const int ages[] = {any(0, 200), any(200, 300)}, formats[] = {c.wide, 0};
             const cuda::tier tiers[] = {{ages[0], c.names[static_cast<std::size_t>(formats[0])]},
                                         {ages[1], c.names[static_cast<std::size_t>(formats[1])]}};

@@ -202,6 +202,7 @@ struct listed_records {
                              Wide ? 1 : ceil_div(reader::scaled / reader::group * reader::scale_bytes, 4),
                          sets = ceil_div(scale_words, 2);
 
+    static constexpr bool has_lines = false;
     static constexpr int per_token = 1;
     struct tokens {
         const std::byte* row = nullptr;   // of the lane's token: lanes i and 16 + i have the same
