@@ -352,9 +352,9 @@ struct listed_sixteen {
         }
         return of;
     }
-    /// Brings a tile that is fetched later to the second-level cache: a cluster, whose blocks have half of the
-    /// tokens each, whole pages where they have few tokens, one block alone the lines of its tokens. With
-    /// these it takes 3 % less time, a cluster 7 % more.
+    /// Brings a tile that is fetched later to the second-level cache: a cluster, whose blocks have half of
+    /// the tokens each, whole pages where they have few tokens, one block alone the lines of its tokens.
+    /// With these it takes 3 % less time, a cluster 7 % more.
     __device__ __forceinline__ void prefetch(const listed_token& token) const {
         using pair = pair_of<0>;
         const bool own = token.part == 0;
