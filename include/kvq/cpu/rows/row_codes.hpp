@@ -166,7 +166,8 @@ struct code_operands {
 /// scratch: 13 * 64 floats for each pass.
 template <class Lanes>
 KVQ_NOINLINE void begin_code_operands(const code_rows& codes, const float* x, std::ptrdiff_t x_stride,
-                                      int count, int dim, const code_operands& to, float* scratch) {
+                                      int count, int dim, bool minima, const code_operands& to,
+                                      float* scratch) {
     const int padded = 64 * to.passes, group = dim / to.groups;
     auto* const four = reinterpret_cast<std::uint32_t*>(scratch + 4 * padded);
     auto* const place = reinterpret_cast<std::int32_t*>(scratch + 12 * padded);
@@ -191,17 +192,23 @@ KVQ_NOINLINE void begin_code_operands(const code_rows& codes, const float* x, st
             Lanes::store(reinterpret_cast<std::byte*>(row + c), Lanes::round(whole));
         }
         const auto* const whole = reinterpret_cast<const std::int32_t*>(row);
-        for (int g = 0; g < to.groups; ++g) {
+        for (int g = 0; minima && g < to.groups; ++g) {
             std::int32_t sum = 0;
             for (int c = g * group; c < (g + 1) * group; ++c) sum += whole[place[c]];
             to.sums()[4 * g + i] = static_cast<float>(sum);
         }
-        for (int p = 0; p < to.passes; ++p)
-            for (int lane = 0; lane < 4; ++lane) {
-                std::int32_t sum = 0;
-                for (int c = 0; c < 16; ++c) sum += whole[64 * p + c / 4 * 16 + 4 * lane + c % 4];
-                for (int k = 0; k < 4; ++k) to.starts(p, i)[4 * lane + k] = -codes.offset * sum;
+        for (int p = 0; p < to.passes; ++p) {
+            const auto at = [&](int k) {
+                return Lanes::load(reinterpret_cast<const std::byte*>(whole + 64 * p + 16 * k));
+            };
+            std::int32_t sums[16];
+            Lanes::store(reinterpret_cast<std::byte*>(sums),
+                         Lanes::add(Lanes::add(at(0), at(1)), Lanes::add(at(2), at(3))));
+            for (int k = 0; k < 16; k += 4) {
+                const std::int32_t sum = sums[k] + sums[k + 1] + sums[k + 2] + sums[k + 3];
+                for (int n = 0; n < 4; ++n) to.starts(p, i)[k + n] = -codes.offset * sum;
             }
+        }
     }
     for (int c = 0; c < padded; c += Lanes::width) {
         typename Lanes::ints a[4];
@@ -209,18 +216,18 @@ KVQ_NOINLINE void begin_code_operands(const code_rows& codes, const float* x, st
             a[i] = Lanes::load(reinterpret_cast<const std::byte*>(scratch + i * padded + c));
         Lanes::store_high_low_of_four(four + 2 * c, a);
     }
-    for (int p = 0; p < to.passes; ++p)
+    std::int32_t every_eighth[16];
+    for (int k = 0; k < 16; ++k) every_eighth[k] = k / 4 * 8;
+    const auto eighths = Lanes::load(reinterpret_cast<const std::byte*>(every_eighth));
+    for (int j = 0; j < 4 * to.passes; ++j) {  // vectors
+        const auto* const from = reinterpret_cast<const float*>(four + 32 * j);
+        const auto a = Lanes::load_floats(from), b = Lanes::load_floats(from + 16);
         for (int i = 0; i < 4; ++i)
-            for (int j = 0; j < 8; ++j) {  // vector, and high or low
-                const std::uint32_t* const from = four + (p * 16 + j / 2 * 4) * 8 + 2 * i + j % 2;
-                std::uint32_t* const out = to.words(p, i) + 16 * j;
-                for (int k = 0; k < 4; ++k) {
-                    out[k] = from[0];
-                    out[4 + k] = from[8];
-                    out[8 + k] = from[16];
-                    out[12 + k] = from[24];
-                }
-            }
+            for (int k = 0; k < 2; ++k)  // high or low
+                Lanes::store(
+                    reinterpret_cast<std::byte*>(to.words(j / 4, i) + (2 * (j % 4) + k) * 16),
+                    Lanes::as_ints(Lanes::lookup(a, b, Lanes::add(eighths, Lanes::splat(2 * i + k)))));
+    }
 }
 
 /// Rows are turned within 128-bit lanes: a lane of a vector of codes has a word of four tokens, its sums are
@@ -231,7 +238,8 @@ KVQ_NOINLINE void code_keys(const row_pass& pass, const code_rows& codes, int gr
     using ints = typename Lanes::ints;
     using floats = typename Lanes::floats;
     static_assert(Lanes::width == 16);
-    constexpr int together = 8;
+    constexpr int fours = 4, together = 4 * fours;
+    alignas(64) float scale[fours][Lanes::width], sum[Q][fours][Lanes::width];
     const row_pass r = pass;
     const ints table = table_of<Lanes, Nibbles>(codes);
     const int next_bytes = bytes_of_128(r, Nibbles);
@@ -251,86 +259,79 @@ KVQ_NOINLINE void code_keys(const row_pass& pass, const code_rows& codes, int gr
                 if (lane > 0) behind[h][lane - 1] = of[h][lane] - of[h][0];
             }
         for (int first = 0; first < r.tokens; first += together) {
-            ints code[2][2][4];  // [64 channels][four tokens][vector]
-            alignas(64) float scale[2][2][Lanes::width];
-            const auto turn = [&](int h, int g, ints(&raw)[4]) KVQ_INLINE_LAMBDA {
+            ints raw[fours][4];  // [four tokens][vector]
+            const auto turn = [&](int h) KVQ_INLINE_LAMBDA {
                 KVQ_UNROLL
-                for (int k = 0; k < 4; ++k) raw[k] = loaders[h].load(r.rows[first + 4 * g + k]);
-                Lanes::transpose_fours(raw);
-            };
-            KVQ_UNROLL
-            for (int g = 0; g < 2; ++g) {
-                ints raw[4];
-                if constexpr (Nibbles) {
-                    turn(0, g, raw);
+                for (int g = 0; g < fours; ++g) {
                     KVQ_UNROLL
-                    for (int k = 0; k < 4; ++k) {
-                        code[k / 2][g][k % 2 * 2] = codes_of<Lanes, true>(raw[k], table);
-                        code[k / 2][g][k % 2 * 2 + 1] =
-                            codes_of<Lanes, true>(Lanes::template shift_right<4>(raw[k]), table);
-                    }
-                } else {
-                    KVQ_UNROLL
-                    for (int h = 0; h < 2; ++h) {
-                        turn(h, g, raw);
-                        KVQ_UNROLL
-                        for (int k = 0; k < 4; ++k) code[h][g][k] = codes_of<Lanes, false>(raw[k], table);
-                    }
+                    for (int k = 0; k < 4; ++k) raw[g][k] = loaders[h].load(r.rows[first + 4 * g + k]);
+                    Lanes::transpose_fours(raw[g]);
                 }
-            }
+            };
+            if constexpr (Nibbles) turn(0);
+            const std::byte* const* next = r.next + first;
+            const std::ptrdiff_t of_next = std::ptrdiff_t{p / 2} * next_bytes;
             KVQ_UNROLL
             for (int h = 0; h < 2; ++h) {
+                ints code[fours][4];
+                if constexpr (!Nibbles) turn(h);
                 KVQ_UNROLL
-                for (int g = 0; g < 2; ++g)
-                    Lanes::store(reinterpret_cast<std::byte*>(scale[h][g]),
+                for (int g = 0; g < fours; ++g) {
+                    KVQ_UNROLL
+                    for (int k = 0; k < 4; ++k) {
+                        if constexpr (Nibbles) {
+                            const ints bytes = raw[g][2 * h + k / 2];
+                            code[g][k] = codes_of<Lanes, true>(
+                                k % 2 == 0 ? bytes : Lanes::template shift_right<4>(bytes), table);
+                        } else {
+                            code[g][k] = codes_of<Lanes, false>(raw[g][k], table);
+                        }
+                    }
+                    Lanes::store(reinterpret_cast<std::byte*>(scale[g]),
                                  Lanes::load_parts(
                                      reinterpret_cast<const std::byte*>(r.scales + first + 4 * g) + of[h][0],
                                      behind[h]));
-            }
-            const std::byte* const* next = r.next + first;
-            const std::ptrdiff_t of_next = std::ptrdiff_t{p / 2} * next_bytes;
-            for (int i = 0; i < Q; ++i) {
-                for (int k = 0; k < together / Q; ++k) prefetch_128<Nibbles>(*next++ + of_next);
-                ints high[2][2], low[2][2];
-                KVQ_UNROLL
-                for (int h = 0; h < 2; ++h) {
-                    KVQ_UNROLL
-                    for (int g = 0; g < 2; ++g) {
-                        high[h][g] = Lanes::splat(0);
-                        low[h][g] =
-                            Lanes::load(reinterpret_cast<const std::byte*>(operands.starts(p + h, i)));
-                    }
                 }
-                KVQ_UNROLL
-                for (int j = 0; j < 4; ++j) {
+                for (int i = 0; i < Q; ++i) {
+                    for (int k = 0; k < together / 2 / Q; ++k) prefetch_128<Nibbles>(*next++ + of_next);
+                    ints high[fours], low[fours];
                     KVQ_UNROLL
-                    for (int h = 0; h < 2; ++h) {
+                    for (int g = 0; g < fours; ++g) {
+                        high[g] = Lanes::splat(0);
+                        low[g] = Lanes::load(reinterpret_cast<const std::byte*>(operands.starts(p + h, i)));
+                    }
+                    KVQ_UNROLL
+                    for (int j = 0; j < 4; ++j) {
                         const auto* const x =
                             reinterpret_cast<const std::byte*>(operands.words(p + h, i)) + 128 * j;
                         // Else compilers load them for every product.
                         const ints of_high = Lanes::in_register(Lanes::load(x)),
                                    of_low = Lanes::in_register(Lanes::load(x + 64));
                         KVQ_UNROLL
-                        for (int g = 0; g < 2; ++g) {
-                            high[h][g] = Lanes::template dot<8>(high[h][g], code[h][g][j], of_high);
-                            low[h][g] = Lanes::template dot<8>(low[h][g], code[h][g][j], of_low);
+                        for (int g = 0; g < fours; ++g) {
+                            high[g] = Lanes::template dot<8>(high[g], code[g][j], of_high);
+                            low[g] = Lanes::template dot<8>(low[g], code[g][j], of_low);
                         }
                     }
+                    floats part[fours];
+                    KVQ_UNROLL
+                    for (int g = 0; g < fours; ++g) {
+                        const floats whole =
+                            Lanes::to_floats(Lanes::add(Lanes::template shift_left<8>(high[g]), low[g]));
+                        part[g] = h == 0 ? Lanes::multiply(whole, Lanes::load_floats(scale[g]))
+                                         : Lanes::multiply_add(whole, Lanes::load_floats(scale[g]),
+                                                               Lanes::load_floats(sum[i][g]));
+                        if (h == 0) Lanes::store_floats(sum[i][g], part[g]);
+                    }
+                    if (h == 0) continue;
+                    KVQ_UNROLL
+                    for (int g = 0; g < fours; g += 2) {
+                        float* const to = y + i * y_stride + first + 4 * g;
+                        floats all = Lanes::sum_lanes(part[g], part[g + 1]);
+                        if (p > 0) all = Lanes::add(all, Lanes::load_floats(to, 8));
+                        Lanes::store_floats(to, all, 8);
+                    }
                 }
-                floats sum[2];
-                KVQ_UNROLL
-                for (int g = 0; g < 2; ++g) {
-                    const auto whole = [&](int h) KVQ_INLINE_LAMBDA {
-                        return Lanes::to_floats(
-                            Lanes::add(Lanes::template shift_left<8>(high[h][g]), low[h][g]));
-                    };
-                    sum[g] = Lanes::multiply_add(whole(1), Lanes::load_floats(scale[1][g]),
-                                                 Lanes::multiply(whole(0), Lanes::load_floats(scale[0][g])));
-                }
-                float* const to = y + i * y_stride + first;
-                floats all = Lanes::sum_lanes(sum[0], sum[1]);
-                if (p > 0) all = Lanes::add(all, Lanes::load_floats(to, together));
-                Lanes::store_floats(to, all, together);
             }
         }
     }

@@ -81,14 +81,15 @@ public:
 
     void begin(const float* x, std::ptrdiff_t x_stride, std::byte* workspace) const {
         auto* const to = reinterpret_cast<float*>(workspace);
+        [[maybe_unused]] auto* const decoded = reinterpret_cast<float*>(workspace + decoded_);
         std::memset(to, 0, static_cast<std::size_t>(n_) * static_cast<std::size_t>(padded_) * sizeof(float));
         for (int i = 0; i < n_; ++i)
             for (int c = 0; c < dim_; ++c) to[i * padded_ + place(c)] = x[i * x_stride + c];
         if constexpr (multiplies_codes<Lanes>)
             for (int i = 0; by_codes_ && i < n_; i += row_key_operands)
-                begin_code_operands<Lanes>(
-                    codes_of_layout_, x + i * x_stride, x_stride, detail::smaller(n_ - i, row_key_operands),
-                    dim_, operands_of(i, workspace), reinterpret_cast<float*>(workspace + decoded_));
+                begin_code_operands<Lanes>(codes_of_layout_, x + i * x_stride, x_stride,
+                                           detail::smaller(n_ - i, row_key_operands), dim_, layout_.minimum,
+                                           operands_of(i, workspace), decoded);
     }
 
     /// ahead: distance to the rows that are read next; 0: none.
@@ -391,8 +392,7 @@ private:
         return zero == 0.0f;
     }
 
-    /// Collects the scales of all tokens, then converts them a vector at a time. True: 2^31 times them
-    /// is finite.
+    /// Collects the scales of all tokens, then converts vectors of them. True: 2^31 times each is finite.
     bool read_scales(const row_place& of, const addresses& at, int tokens, std::byte* codes, float* scales,
                      float* minima) const {
         if (layout_.scale == row_layout::stored::fp16) {
