@@ -190,22 +190,28 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     detail::larger_memories larger;
     if (status s = find_chunks(of_steps, larger, stream); !s) return s;
     entry& e = entry_of(id);
-    std::size_t scratch = 0, lists = 0;
+    std::size_t staged = 0, lists = 0;
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         const detail::layer_group& g = groups_[i];
         lists += static_cast<std::size_t>(g.slot_lists());
-        if (!cross)
-            scratch = common::larger(scratch, scratch_bytes(g, e.pages[i].paged_tokens(g.geometry),
-                                                            e.pages[i].formats(), new_tokens));
         if (g.takes_steps() == cross) continue;
         const detail::pool_memory& m = g.window.memory();
         const auto pages = static_cast<std::size_t>(g.scratch_pages(e.pages[i], new_tokens));
-        scratch = common::larger(scratch, pages * m.page_bytes());
+        staged = common::larger(staged, pages * m.page_bytes());
     }
     const std::size_t slot_bytes =
         common::round_up(lists * static_cast<std::size_t>(new_tokens) * sizeof(long long), std::size_t{256});
-    if (status r = larger.find(staging_, options_.memory, slot_bytes + scratch, "a prompt", stream); !r)
-        return r;
+    status there;
+    for (const std::size_t most : {most_scratch_, std::size_t{1}}) {  // without room, of a head at a time
+        std::size_t bytes = staged;
+        for (std::size_t i = 0; i < groups_.size() && !cross; ++i)
+            bytes = common::larger(
+                bytes, scratch_bytes(groups_[i], e.pages[i].paged_tokens(groups_[i].geometry),
+                                     e.pages[i].formats(), new_tokens, common::smaller(most, most_scratch_)));
+        there = larger.find(staging_, options_.memory, slot_bytes + bytes, "a prompt", stream);
+        if (there) break;
+    }
+    if (!there) return there;
     if (status r = append_chunks(stream); !r) return r;
     if (status r = larger.take(stream); !r) return r;
     step next;
@@ -299,8 +305,8 @@ inline status cache::append_and_attend(int layer, const input_view& k, const inp
 
 /// Of prefill() in layers of this kind, over pages of these formats.
 inline std::size_t cache::scratch_bytes(const detail::layer_group& g, int tokens, unsigned formats,
-                                        int new_tokens) const {
-    if (most_scratch_ == 0) return 0;
+                                        int new_tokens, std::size_t most) const {
+    if (most == 0) return 0;
     detail::layer_view view = g.view(0, 1);
     for (int f = 0; f < g.kinds() && g.takes_steps(); ++f)  // others are not seen as they were before it
         if ((formats >> f & 1) == 0) view.quantized[f].capacity = 0;
@@ -309,7 +315,7 @@ inline std::size_t cache::scratch_bytes(const detail::layer_group& g, int tokens
     };
     const std::size_t all = of_heads(0);
     // Powers of two, so that few of a long text's chunks take larger memory.
-    return all == 0 ? 0 : common::larger(of_heads(1), common::smaller(std::bit_ceil(all), most_scratch_));
+    return all == 0 ? 0 : common::larger(of_heads(1), common::smaller(std::bit_ceil(all), most));
 }
 /// Memory that begin_text() has found for a layer of the prompt, before append_prompt() has pages there.
 inline prefill_scratch cache::scratch_of(int layer) const {
@@ -344,7 +350,8 @@ inline status cache::prefill_part(int layer, const input_view& k, const input_vi
     if (status s = g.add_window(options, member_of(layer)); !s) return s;
     if (step_.prompt) {
         options.scratch = scratch_of(layer);
-    } else if (const std::size_t bytes = scratch_bytes(g, detail::most_tokens, ~0u, 0); bytes > 0) {
+    } else if (const std::size_t bytes = scratch_bytes(g, detail::most_tokens, ~0u, 0, most_scratch_);
+               bytes > 0) {
         detail::larger_memories larger;
         if (status s = larger.find(staging_, options_.memory, bytes, "a part of a prompt", stream); !s)
             return s;

@@ -92,6 +92,7 @@ public:
         status s = found_.emplace_back(&of, device_memory()).second.allocate(from, bytes, what, stream);
         // The caller gives the others back, which are being zeroed.
         if (!s && found_.size() > 1) (void)cudaStreamSynchronize(stream);
+        if (!s) found_.pop_back();
         return s;
     }
     /// Waits for the stream, since launches may still use what is given back.
