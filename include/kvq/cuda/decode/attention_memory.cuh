@@ -163,6 +163,12 @@ struct attention_memory {
     static constexpr int partial_words = rows * (Pair::value_dim + 2);
 };
 
+/// Why a warp tile of so many tokens does not fit; null: it does.
+template <class Pair, int Tokens>
+inline constexpr const char* no_warp_tile = warp_tile<tensor::key, Pair, Tokens>::no_tile != nullptr
+                                                ? warp_tile<tensor::key, Pair, Tokens>::no_tile
+                                                : warp_tile<tensor::value, Pair, Tokens>::no_tile;
+
 /// Why the kernels of warps do not take this format, with 4 rows a thread block on the devices of most shared
 /// memory; null: they do.
 template <class Pair>
@@ -171,16 +177,11 @@ inline constexpr const char* no_warps = []() -> const char* {
                   (read_by_numbers<typename Pair::values> && !token_row_scheme<typename Pair::values>)) {
         return own_blocks;
     } else {
-        const auto no_tile = [](auto tokens) {
-            const char* const of_keys = warp_tile<tensor::key, Pair, tokens()>::no_tile;
-            return of_keys != nullptr ? of_keys : warp_tile<tensor::value, Pair, tokens()>::no_tile;
-        };
-        constexpr std::integral_constant<int, warp_tile_tokens<Pair, 1>()> most;
-        constexpr std::integral_constant<int, warp_tile_tokens<Pair, 4>()> fewest;
-        if constexpr (no_tile(most) != nullptr)
-            return no_tile(most);
-        else if constexpr (no_tile(fewest) != nullptr)
-            return no_tile(fewest);
+        constexpr int most = warp_tile_tokens<Pair, 1>(), fewest = warp_tile_tokens<Pair, 4>();
+        if constexpr (no_warp_tile<Pair, most> != nullptr)
+            return no_warp_tile<Pair, most>;
+        else if constexpr (no_warp_tile<Pair, fewest> != nullptr)
+            return no_warp_tile<Pair, fewest>;
         else
             return attention_memory<Pair, 1>::bytes <= most_shared_memory<false>
                        ? nullptr
