@@ -2,8 +2,8 @@
 //
 // GMAC/s: multiply-adds of both products (tokens x rows x 1088) per second: on one thread of CPU time, so
 // that other programs disturb it little, on several (--threads) of real time. Rounds take turns; the fastest
-// one of each format counts. off: relative difference of outputs from those of bf16. Where CMake finds ggml, or
-// ik_llama.cpp (docs/lab/cpu.md), its flash attention runs on the same latents.
+// one of each format counts. off: relative difference of outputs from those of bf16. Where CMake finds ggml,
+// or ik_llama.cpp (docs/lab/cpu.md), its flash attention runs on the same latents.
 //
 //   scripts/bench latent --tokens 131072 --heads 16 --rounds 3 --listed 2048
 //     also over so many tokens that are chosen at random for each query (kvq::listed_tokens), and what an

@@ -10,10 +10,10 @@
 //   KL        KL divergence of the weights on the pages that were read from those on all pages, nats:
 //             -log(kept), mean
 //   error     |o' - o| / |o| over all outputs
-//   hits      with --resident: of the quantized pages that were read, those that a kv head holds if it holds as
-//             many as that share of its pages at the end: the ones that it has read last (the resident slots
-//             of caches on a device, select/resident_pages.cuh). The first query's are not counted. With
-//             --queries 256 queries are neighbours
+//   hits      with --resident: of the quantized pages that were read, those that a kv head holds if it holds
+//             as many as that share of its pages at the end: the ones that it has read last (the resident
+//             slots of caches on a device, select/resident_pages.cuh). The first query's are not counted.
+//             With --queries 256 queries are neighbours
 //   of bound  largest |o' - o| of a channel over the bound: share left out * largest |value|, and 1e-6 of it
 //             for float sums
 // Exit status 1: an output is outside of its bound, or more weights were left out than asked for.

@@ -1,4 +1,5 @@
-// An engine in C: two prompts, batches of decode steps on the engine's own threads, fewer bits when memory runs short.
+// An engine in C: two prompts, batches of decode steps on the engine's own threads, fewer bits when memory
+// runs short.
 //
 //   10_c_interface [format]      any name of kvq_format_list; std4 by default
 #include <kvq/kvq.h>
@@ -61,8 +62,8 @@ int main(int argc, char** argv) {
     check(kvq_executor_create(&threads, &attend.executor));
     check(kvq_workspace_create(NULL, 0, &attend.workspace));
 
-    // Step 0 is a prompt for each sequence, the others are one token for each. Its memory is taken first: a step does not fail in the
-    // middle.
+    // Step 0 is a prompt for each sequence, the others are one token for each. Its memory is taken first: a
+    // step does not fail in the middle.
     for (step = 0; step <= ANSWER; ++step) {
         const int32_t n = step == 0 ? PROMPT : 1;
         kvq_step_request steps[SEQUENCES];
@@ -88,7 +89,8 @@ int main(int argc, char** argv) {
         }
     }
 
-    // A later prompt needs the memory of the first one: older pages go to 2 bits. First the cache is told of the format.
+    // A later prompt needs the memory of the first one: older pages go to 2 bits. First the cache is told of
+    // the format.
     {
         kvq_format* low2[2];
         check(kvq_format_find("low2", KVQ_KEY, NULL, &low2[0]));

@@ -1,9 +1,9 @@
-// A codec for cold pages, as TensorRT-LLM calls one: pages that no request uses are encoded into a smaller pool
-// and come back when a prompt is seen again. kvq's blocks are what a cold page holds: 4 bits a value.
+// A codec for cold pages, as TensorRT-LLM calls one: pages that no request uses are encoded into a smaller
+// pool and come back when a prompt is seen again. kvq's blocks are what a cold page holds: 4 bits a value.
 //
-// What the engine asks of a codec: configure() with a description of its pools; cold_bytes(), fixed, 0 where it
-// refuses; encode() and decode() of index pairs {to, from}, which may not fail and only put work on the stream.
-// A stream here is a list of calls, which run later and in their order, as those of a device do.
+// What the engine asks of a codec: configure() with a description of its pools; cold_bytes(), fixed, 0 where
+// it refuses; encode() and decode() of index pairs {to, from}, which may not fail and only put work on the
+// stream. A stream here is a list of calls, which run later and in their order, as those of a device do.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

@@ -1,7 +1,7 @@
-// The q8_0 cache tensors of llama.cpp, attended by kvq where they lie, and taken into a sequence. A layer's K is
-// one tensor, its V another: a row for each cell, which has the blocks of all kv heads one after the other,
-// {fp16 scale, 32 int8} for every 32 channels. The cells of a sequence lie in any order. Pages of format q8_0
-// have the same rows, head by head.
+// The q8_0 cache tensors of llama.cpp, attended by kvq where they lie, and taken into a sequence. A layer's K
+// is one tensor, its V another: a row for each cell, which has the blocks of all kv heads one after the
+// other, {fp16 scale, 32 int8} for every 32 channels. The cells of a sequence lie in any order. Pages of
+// format q8_0 have the same rows, head by head.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>

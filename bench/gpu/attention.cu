@@ -11,8 +11,9 @@
 // With -DLARGE_HEADS: heads of 256 and 512 channels. With -DROWS: pages in the bytes of other systems.
 // With -DMINE: one row for a table of cards (scripts/gpu-bench --mine), in less memory. With -DPRESETS=1 (5
 // to 8 bits) or 2 (the narrower ones): the presets, each behind the plain affine format of its width;
-// With -DPLANES: a format with two planes, and its upper plane alone, beside int8 and std4. "-plan": channels of different widths, where importance differs between channels by factors of exp(4) and
-// more, otherwise mixed widths are even.
+// With -DPLANES: a format with two planes, and its upper plane alone, beside int8 and std4. "-plan": channels
+// of different widths, where importance differs between channels by factors of exp(4) and more, otherwise
+// mixed widths are even.
 #include <kvq/cuda/decode/attend.cuh>
 #include <kvq/schemes/presets.hpp>
 

@@ -1,6 +1,6 @@
-// FlashMLA's decode kernel for sm_90 on bf16 latents, without torch: scripts/gpu-bench latent with FLASH_MLA=FOLDER.
-// Its parameters are those that csrc/api/dense_decode.h passes for one query token. How the work is divided is
-// computed once: engines do so once for all layers of a step.
+// FlashMLA's decode kernel for sm_90 on bf16 latents, without torch: scripts/gpu-bench latent with
+// FLASH_MLA=FOLDER. Its parameters are those that csrc/api/dense_decode.h passes for one query token. How the
+// work is divided is computed once: engines do so once for all layers of a step.
 #pragma once
 
 #include <params.h>
@@ -19,7 +19,8 @@ class flash_mla {
 public:
     static constexpr int page_tokens = 64, dim = 576, value_dim = 512;
 
-    /// Pages of bf16 latents, token after token, in an order that the table gives. All sequences have this length.
+    /// Pages of bf16 latents, token after token, in an order that the table gives. All sequences have this
+    /// length.
     flash_mla(kvq::bfloat16* pages, int* table, int* tokens, int sequences, int length, int heads,
               float scale) {
         int processors = 0;

@@ -7,9 +7,9 @@
 //
 // 16 heads (tensor parallel 8) and 128, batches of one length, pages of 128 tokens (kivi-4-g64 and bf16: 64)
 // in random order. Latents are normal numbers, quantized on the device; rotary channels are fp16, those of
-// mla-656 bf16. "bf16": this library's kernel on pages of 16-bit values, the baseline of the factors. GB/s: bytes of pages;
-// TFLOP/s: 2 (576 + 512) per head and token. Error: of some rows, against double on the dequantized latents.
-// Last: the kernel that was chosen.
+// mla-656 bf16. "bf16": this library's kernel on pages of 16-bit values, the baseline of the factors. GB/s:
+// bytes of pages; TFLOP/s: 2 (576 + 512) per head and token. Error: of some rows, against double on the
+// dequantized latents. Last: the kernel that was chosen.
 #include <kvq/cuda/latent/latent.cuh>
 #include <kvq/cuda/quantize/pages.cuh>
 #include <kvq/schemes/presets.hpp>

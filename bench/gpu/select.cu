@@ -3,14 +3,14 @@
 //
 //   select [--json] [--quick]
 //
-// 16 sequences of 131072 tokens, pages in random order: an index of 128 channels in one byte, int8 or e4m3, with 64 heads;
-// 512 latent and 64 rotary channels, the values 512 of them. Lists are random, another one for every launch.
-// "dense": attention over all tokens, in kivi-4-g64; factors are times the dense 4 bit of as many
-// heads. Keys and values: 32 query heads over 8 of 128 channels, std4, beside attention over all of them.
-// Pages that caches select: the same heads in std4, several layers in turns, 4096 tokens of random keys. In
-// host memory: device memory for 32768 and 16384 tokens of each head; queries of neighbouring steps differ so
-// much that the printed share of the chosen pages is there. "fetched ahead": fetch_ahead() of the next layer,
-// by its own query, in another stream while a layer runs: the most that a guess of it can gain.
+// 16 sequences of 131072 tokens, pages in random order: an index of 128 channels in one byte, int8 or e4m3,
+// with 64 heads; 512 latent and 64 rotary channels, the values 512 of them. Lists are random, another one for
+// every launch. "dense": attention over all tokens, in kivi-4-g64; factors are times the dense 4 bit of as
+// many heads. Keys and values: 32 query heads over 8 of 128 channels, std4, beside attention over all of
+// them. Pages that caches select: the same heads in std4, several layers in turns, 4096 tokens of random
+// keys. In host memory: device memory for 32768 and 16384 tokens of each head; queries of neighbouring steps
+// differ so much that the printed share of the chosen pages is there. "fetched ahead": fetch_ahead() of the
+// next layer, by its own query, in another stream while a layer runs: the most that a guess of it can gain.
 // Pages hold random numbers: times do not depend on them. GB/s: bytes of pages.
 #include <kvq/cuda/decode/attend_lists.cuh>
 #include <kvq/cuda/host/cache.hpp>

@@ -16,8 +16,8 @@ T* on_device(std::size_t n) {
     return data;
 }
 
-/// Pages of so many sequences of one length. Their bytes are those of normal numbers as half floats, for every
-/// format.
+/// Pages of so many sequences of one length. Their bytes are those of normal numbers as half floats, for
+/// every format.
 template <class Pair>
 struct shuffled_pages {
     std::size_t count, bytes;  // of pages of keys

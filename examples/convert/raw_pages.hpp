@@ -7,9 +7,10 @@
 // Token t is token t % block_tokens of block blocks[t / block_tokens]. Its row of one head begins at the sum
 // of index times stride, in bytes; "tensor" is the stride from keys to values, and "at" the place of the
 // first row. "scales" has the same strides for formats whose scales lie apart from the numbers (nvfp4, mxfp8,
-// mxfp4, mla-584, index-132, mlx-4-g64), "biases" for MLX. "latent": [512, 64] says that there are keys alone,
-// whose first 512 channels are values, and the last 64 rotated. Without "blocks" they follow one another, without "block_tokens" all tokens are in one. "format":
-// fp16, bf16, fp32, or a layout of rows or records (kvq/schemes/row_layout.hpp, record_layout.hpp).
+// mxfp4, mla-584, index-132, mlx-4-g64), "biases" for MLX. "latent": [512, 64] says that there are keys
+// alone, whose first 512 channels are values, and the last 64 rotated. Without "blocks" they follow one
+// another, without "block_tokens" all tokens are in one. "format": fp16, bf16, fp32, or a layout of rows or
+// records (kvq/schemes/row_layout.hpp, record_layout.hpp).
 // Contract: read_description() refuses unknown members and impossible numbers, and the first access rows that
 // overlap or lie outside the data, in one sentence.
 #pragma once

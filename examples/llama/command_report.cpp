@@ -41,7 +41,8 @@ std::vector<scheme_choice> available(std::span<const char* const> names, const c
     return schemes;
 }
 
-// A plan is made of tokens of the first chunk, which all schemes see in 16 bit; of fewer than 64 there is none.
+// A plan is made of tokens of the first chunk, which all schemes see in 16 bit; of fewer than 64 there is
+// none.
 std::vector<scheme_choice> report_schemes(const report_options& chosen, const model_shape& shape, int chunk) {
     constexpr int usual_plan = 512, least_plan = 64;
     std::vector<scheme_choice> schemes{parse_scheme("fp16", {.page_tokens = chosen.cache.page_tokens})};

@@ -1,5 +1,5 @@
-// Speculative decoding along a text that is known: how many drafted tokens a cache accepts. One reading of the
-// text with a cache serves every kind of draft; no text is written again for each of them.
+// Speculative decoding along a text that is known: how many drafted tokens a cache accepts. One reading of
+// the text with a cache serves every kind of draft; no text is written again for each of them.
 #pragma once
 
 #include <span>
@@ -22,13 +22,14 @@ struct draft_count {
     }
 };
 
-// Prompt lookup behind `before` and the first `position` tokens of `text`: what followed the last three tokens
-// where they stood before, the latest place; else the last two, or one. Empty where the last token is new.
+// Prompt lookup behind `before` and the first `position` tokens of `text`: what followed the last three
+// tokens where they stood before, the latest place; else the last two, or one. Empty where the last token is
+// new.
 std::vector<int> lookup_drafts(std::span<const int> before, std::span<const int> text, int position);
 
-// likeliest[i] is what the verifying cache finds likeliest behind the first i tokens of `text`, drafts[i] what
-// is drafted there. A draft is accepted up to its first token that is not the likeliest; where cache and text
-// part, the step ends and the next one goes on with the text.
+// likeliest[i] is what the verifying cache finds likeliest behind the first i tokens of `text`, drafts[i]
+// what is drafted there. A draft is accepted up to its first token that is not the likeliest; where cache and
+// text part, the step ends and the next one goes on with the text.
 draft_count accepted_drafts(std::span<const int> text, std::span<const int> likeliest,
                             std::span<const std::vector<int>> drafts);
 

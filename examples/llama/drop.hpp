@@ -1,5 +1,6 @@
-// Half of the tokens of a prompt, or another share, chosen head by head at its end (kvq/policy/kept_tokens.hpp),
-// before they are quantized: what the cache holds then, and how the model goes on.
+// Half of the tokens of a prompt, or another share, chosen head by head at its end
+// (kvq/policy/kept_tokens.hpp), before they are quantized: what the cache holds then, and how the model goes
+// on.
 #pragma once
 
 #include "model.hpp"

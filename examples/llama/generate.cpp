@@ -20,8 +20,8 @@ int next_token(sampler& pick, matrix& logits, Eigen::Index row, std::span<const 
     return pick({logits.row(row).data(), static_cast<std::size_t>(logits.cols())});
 }
 
-// Greedy text in which the model drafts for itself: tokens one by one from the upper planes of the cache, then
-// one pass over both planes for all of them, which keeps those that it would have chosen, and one more.
+// Greedy text in which the model drafts for itself: tokens one by one from the upper planes of the cache,
+// then one pass over both planes for all of them, which keeps those that it would have chosen, and one more.
 // emit: returns false at the end of the text. states: of the last token that the cache holds.
 template <class Emit>
 void generate_by_drafts(const model& llama, kv_cache& cache, matrix states, int draft, int steps,

@@ -109,7 +109,8 @@ std::vector<held_scheme> live_cache::held() const {
         all.push_back({known.name, 0, 0});
     }
     for (const kvq::usage_row& row : kvq::usage_rows(sequence_)) {
-        // Format 0 is the window, and so is the first listed one. Shared values are those of the first scheme.
+        // Format 0 is the window, and so is the first listed one. Shared values are those of the first
+        // scheme.
         const bool keys = row.role == kvq::tensor::key;
         std::size_t i = 0;
         while ((keys ? listed_[i].formats.key : listed_[i].formats.value) != std::max(0, row.format - 1)) {

@@ -1,5 +1,5 @@
-// What a long context costs on this machine, without a model: the time and the bytes of attention by length and
-// scheme, and how many tokens fit into memory.
+// What a long context costs on this machine, without a model: the time and the bytes of attention by length
+// and scheme, and how many tokens fit into memory.
 #pragma once
 
 #include "schemes.hpp"

@@ -1,5 +1,5 @@
-// kvq_llama generate | evaluate | report | chunks | slot | dump | long-context | machine | drop: a small Llama
-// engine whose KV cache is kvq.
+// kvq_llama generate | evaluate | report | chunks | slot | dump | long-context | machine | drop: a small
+// Llama engine whose KV cache is kvq.
 #include "commands.hpp"
 #include "progress.hpp"
 

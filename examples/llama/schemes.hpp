@@ -47,8 +47,8 @@ struct scheme_choice {
 };
 
 // The name of a format, or of one for keys and one for values: "kivi-2-g64/int8". Suffixes: "+s4" (sinks) and
-// "+r32" (recent) if they differ from the defaults, "+own" or "+own64" for plans of the keys of the first 512 or
-// 64 tokens of each sequence, which presets have, "+self" or "+self64" for keys and queries of these, and
+// "+r32" (recent) if they differ from the defaults, "+own" or "+own64" for plans of the keys of the first 512
+// or 64 tokens of each sequence, which presets have, "+self" or "+self64" for keys and queries of these, and
 // "+stats" for statistics of a text.
 // Throws std::invalid_argument for a name that does not exist; the message lists the most similar names.
 scheme_choice parse_scheme(std::string_view text, const cache_settings& defaults);

@@ -284,8 +284,8 @@ void window::find_probes(int probes) {
     }
 }
 
-// The runs follow the window and its greedy text, one after the other; the last token of its text, which is only predicted, is
-// left out. All are read at once, since the matrices become floats for every reading.
+// The runs follow the window and its greedy text, one after the other; the last token of its text, which is
+// only predicted, is left out. All are read at once, since the matrices become floats for every reading.
 void window::read_probes(kv_cache& cache, window_result& result) {
     constexpr int read = probe_tokens - 1, judged = probe_tokens - probe_cue;
     std::vector<int> runs;

@@ -50,8 +50,8 @@ inline bool is_alibi(const cuda::device_format& f) {
     return f.functions->score == cuda::detail::score_mark::of<cuda::alibi>();
 }
 
-/// The entry for layers like `of` with the fewest formats that has all of these, with or without ALiBi. Raises
-/// a failure that says what was compiled.
+/// The entry for layers like `of` with the fewest formats that has all of these, with or without ALiBi.
+/// Raises a failure that says what was compiled.
 inline const cuda::device_format& find_compiled(const std::vector<std::string>& wanted_names, const layer& of,
                                                 int page_tokens, float_type type, bool alibi) {
     const bool latent = detail::holds_keys_alone(of.kind), index = of.kind == layer_kind::index;

@@ -2,7 +2,8 @@
 // includes this one: KVQ_TYPE is float16 or bfloat16, KVQ_HEAD_DIM and KVQ_PAGE_TOKENS numbers, KVQ_FORMATS
 // members of `of`, such as of::int8, of::std4, KVQ_ENTRY the name of the function, KVQ_SCORE a score modifier
 // or not defined. Of latents KVQ_ROTARY channels come behind those of KVQ_HEAD_DIM, and KVQ_FORMATS are such
-// as latent<of::std4>, latent<of::std4, ref8::keys>, latent<of::mla_656>. Of indexes it is of_index, with keys in KVQ_INDEX_KEYS.
+// as latent<of::std4>, latent<of::std4, ref8::keys>, latent<of::mla_656>. Of indexes it is of_index, with
+// keys in KVQ_INDEX_KEYS.
 #include "format.cuh"
 
 namespace kvq::c {

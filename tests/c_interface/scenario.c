@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
-/* scenario KEYS VALUES FILE: prefill, decode, trim, fork, save and restore with formats by name. Prints a hash of all outputs.
-   scenario.cpp does the same in C++; so may any other language, with the same hash and the same file. */
+/* scenario KEYS VALUES FILE: prefill, decode, trim, fork, save and restore with formats by name. Prints a
+   hash of all outputs. scenario.cpp does the same in C++; so may any other language, with the same hash and the
+   same file. */
 #include <kvq/kvq.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -4,8 +4,8 @@
 // in pages and where they lie in other memory, with strides; scales of any size and sign; NaN.
 //
 // A sum of floats is off by a rounding of each product and each sum. Where rows are multiplied as codes
-// (cpu/rows/row_codes.hpp), what they are multiplied with has steps of 1/32512 of the largest magnitude (of an
-// operand, or of the weights times scales of a group of channels and 128 tokens), of 2^-126 at least.
+// (cpu/rows/row_codes.hpp), what they are multiplied with has steps of 1/32512 of the largest magnitude (of
+// an operand, or of the weights times scales of a group of channels and 128 tokens), of 2^-126 at least.
 // Products below the least normal float are rounded to multiples of 2^-149.
 #include <doctest/doctest.h>
 

@@ -112,8 +112,8 @@ Scheme make(test::generator& random, const kvq::block_shape& shape) {
         return Scheme{};
 }
 
-/// y of n vectors, in tiles or in registers; also what y held before, where it is added to. keys: the shape of
-/// the block.
+/// y of n vectors, in tiles or in registers; also what y held before, where it is added to. keys: the shape
+/// of the block.
 template <class Backend, class Product, class Scheme>
 std::vector<float> product(bool in_tiles, const Scheme& scheme, const kvq::block_shape& keys,
                            const kvq::block_shape& shape, int n, const std::vector<std::byte>& block,
@@ -241,7 +241,8 @@ TEST_CASE_TEMPLATE("values of latents in tiles: the bits of products in register
     }
 }
 
-/// A block of 16-bit values, some of its rows and columns, times n vectors: y + X x, and what it may be off by.
+/// A block of 16-bit values, some of its rows and columns, times n vectors: y + X x, and what it may be off
+/// by.
 template <class T, int QueryBytes>
 void check_values(test::generator& random) {
     using backend = kvq::simd<tiled, kvq::query_bytes<QueryBytes>>;

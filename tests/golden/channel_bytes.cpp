@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. The bytes of channel grids and mixed widths, pinned like those of tests/golden/page_bytes.cpp; encoders
-// are pinned with them, since every compiler must choose the same codes.
+// Comparison family: exact. The bytes of channel grids and mixed widths, pinned like those of
+// tests/golden/page_bytes.cpp; encoders are pinned with them, since every compiler must choose the same
+// codes.
 #include <doctest/doctest.h>
 
 #include <cstdlib>
@@ -20,8 +21,8 @@ const std::vector<test::golden> table = {
 };
 // clang-format on
 
-/// Numbers that use every bit of a float, so that a fused or reordered operation shows: normal, in channels of different size and
-/// offset, with one tiny token, one NaN and one infinity.
+/// Numbers that use every bit of a float, so that a fused or reordered operation shows: normal, in channels
+/// of different size and offset, with one tiny token, one NaN and one infinity.
 std::vector<float> input() {
     test::generator random(5);
     std::vector<float> x;

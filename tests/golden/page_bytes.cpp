@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Comparison family: exact. The bytes of pages, pinned: what users store and send must not change unnoticed.
 //
-// A change that is meant: run with KVQ_PRINT_GOLDEN=1, paste the printed table, say so in CHANGELOG.md and docs/reference/format.md.
+// A change that is meant: run with KVQ_PRINT_GOLDEN=1, paste the printed table, say so in CHANGELOG.md and
+// docs/reference/format.md.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -69,7 +70,8 @@ TEST_CASE_TEMPLATE("bytes of a block", S, KVQ_GOLDEN_SCHEMES) {
     }
 }
 
-// What engines store of an index (DeepSeek V3.2): codes of all tokens of a page, [tokens][128], then their scales.
+// What engines store of an index (DeepSeek V3.2): codes of all tokens of a page, [tokens][128], then their
+// scales.
 TEST_CASE("e4m3 pages have the bytes of index caches of 132 bytes a token") {
     constexpr int tokens = 64, dim = 128;
     test::generator random(test::seed());
@@ -104,8 +106,8 @@ TEST_CASE("e4m3 pages have the bytes of index caches of 132 bytes a token") {
     }
 }
 
-// The worked example of docs/reference/format.md: 4 tokens of 8 channels, 4 bits per token. Every token holds its codes plus its
-// number, from 0 to 15 each, so that scales are 1 and biases are the tokens' numbers.
+// The worked example of docs/reference/format.md: 4 tokens of 8 channels, 4 bits per token. Every token holds
+// its codes plus its number, from 0 to 15 each, so that scales are 1 and biases are the tokens' numbers.
 TEST_CASE("the worked example of docs/reference/format.md") {
     const int codes[4][8] = {{0, 1, 2, 3, 4, 5, 6, 15},
                              {15, 7, 0, 8, 9, 1, 2, 3},

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. The bytes of transformed, centred, codebook and KVarN blocks, pinned like those of page_bytes.cpp.
+// Comparison family: exact. The bytes of transformed, centred, codebook and KVarN blocks, pinned like those
+// of page_bytes.cpp.
 #include <doctest/doctest.h>
 
 #include "baselines/centred.hpp"

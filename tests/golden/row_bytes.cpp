@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Rows of tokens in the bytes of other systems, against row_bytes.inc, which row_bytes.py makes from the
-// published definitions: tests/CMakeLists.txt compares them.
+// Comparison family: exact. Rows of tokens in the bytes of other systems, against row_bytes.inc, which
+// row_bytes.py makes from the published definitions: tests/CMakeLists.txt compares them.
 #include <doctest/doctest.h>
 
 #include <cmath>

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Comparison family: exact. Files, messages and states of every version that is read, pinned: what versions 3 (states: 1) and 4 hold is
-// one sequence, and version 4 is written byte for byte. KVQ_PRINT_GOLDEN prints those of version 4.
+// Comparison family: exact. Files, messages and states of every version that is read, pinned: what versions 3
+// (states: 1) and 4 hold is one sequence, and version 4 is written byte for byte. KVQ_PRINT_GOLDEN prints
+// those of version 4.
 //
-// The history: 21 tokens; tokens 3 to 8 erased; 6 more; tokens 2 to 5 appended again; 3 more. The state: 13 tokens of ids 0 and 2; of id 2, those at
-// positions 3 to 5 removed, and the ones behind them moved by -3.
+// The history: 21 tokens; tokens 3 to 8 erased; 6 more; tokens 2 to 5 appended again; 3 more. The state: 13
+// tokens of ids 0 and 2; of id 2, those at positions 3 to 5 removed, and the ones behind them moved by -3.
 #include <doctest/doctest.h>
 
 #include <cstdio>

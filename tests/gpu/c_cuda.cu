@@ -1705,8 +1705,8 @@ void conversion_of_pages() {
     OK(kvq_cuda_kernels_free(of_codes));
 }
 
-/// An engine's pages of fp8, [token][head] with gaps, in place: attention and prompts against double, and what
-/// is dequantized.
+/// An engine's pages of fp8, [token][head] with gaps, in place: attention and prompts against double, and
+/// what is dequantized.
 void strided_pages() {
     test::rng r{10};
     constexpr int heads = 3, group = 2, queries = heads * group, sequences = 3,

@@ -1178,8 +1178,8 @@ struct history {
     }
 }
 
-/// Attention over selected pages: the pages that the CPU chooses, in random batches of sequences, with K and V
-/// of the first format alone. in_host: pages lie in host memory, and slots are few.
+/// Attention over selected pages: the pages that the CPU chooses, in random batches of sequences, with K and
+/// V of the first format alone. in_host: pages lie in host memory, and slots are few.
 [[maybe_unused]] void check_selected_pages(bool in_host) {
     both_options o{.recent = 70, .listed_tokens = 1000};
     if (in_host) {
@@ -2815,7 +2815,8 @@ void check_own_plans(unsigned seed, const both_options& o, int steps) {
         return pairs[static_cast<std::size_t>(any(0, static_cast<int>(pairs.size()) - 1))];
     };
     const auto fits = [&](const pair& p, int n) { return p.host.tokens() + n <= o.max_tokens; };
-    // Which channels are large depends on the sequence. (The CPU has even widths in pages that a plan does not fit.)
+    // Which channels are large depends on the sequence. (The CPU has even widths in pages that a plan does
+    // not fit.)
     std::vector<std::size_t> kinds;  // by sequence
     const auto write = [&](int n, std::size_t first, std::size_t sequences) {
         c.write(r, keys, values, n * static_cast<int>(sequences));

@@ -1,8 +1,8 @@
 // Layers with latent attention and an index in a cache that owns its pages, beside layers with keys and
 // values, against a CPU cache that does the same: random histories of steps, prompts, drafts, trims, forks,
-// requantizing, moves, erase, shift and splice with the same bytes afterwards, attention over all tokens and over lists against
-// double arithmetic, steps down, stores of prefixes, tokens that an index selects, bytes of a latent,
-// refusals.
+// requantizing, moves, erase, shift and splice with the same bytes afterwards, attention over all tokens and
+// over lists against double arithmetic, steps down, stores of prefixes, tokens that an index selects, bytes
+// of a latent, refusals.
 #include <kvq/cache/rearrange.hpp>
 #include <kvq/cache/requantize.hpp>
 #include <kvq/cache/sequence_access.hpp>
@@ -298,7 +298,8 @@ struct history {
                 const int tokens = of == nullptr ? 5 : of->host.tokens();
                 lists[i].push_back(any(0, 9) == 0 ? any(0, 1) * (tokens + 1) - 1 : any(0, tokens - 1));
             }
-        // Learned sinks would count in a launch that has tokens of the row alone. Tables of a draft are not shown.
+        // Learned sinks would count in a launch that has tokens of the row alone. Tables of a draft are not
+        // shown.
         bool moved_keys = drafted > 0;
         for (const pair* const p : rows)
             for (int i = 0; p != nullptr && drafted == 0 && i < tables_of(*p, layer).size(); ++i)

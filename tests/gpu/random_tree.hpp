@@ -35,8 +35,8 @@ struct random_tree {
     }
 };
 
-/// Words of a tree for each of some sequences, of whose `drafted` tokens the last `queries` ask; a causal mask
-/// without drafted tokens.
+/// Words of a tree for each of some sequences, of whose `drafted` tokens the last `queries` ask; a causal
+/// mask without drafted tokens.
 struct random_words {
     int drafted, queries;
     std::vector<std::uint64_t> words;

@@ -1,6 +1,6 @@
 // The index cache and the selection of tokens: bytes against the CPU's encoder, scores against double
-// arithmetic, positions against sorting; refusals. Estimates of scores, by which pages are selected: the CPU's
-// (whole selections: cache.cu).
+// arithmetic, positions against sorting; refusals. Estimates of scores, by which pages are selected: the
+// CPU's (whole selections: cache.cu).
 #include <kvq/cuda/select/best_pages.cuh>
 #include <kvq/cuda/select/index_scores.cuh>
 #include <kvq/cuda/select/score_estimate.cuh>

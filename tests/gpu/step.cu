@@ -1,6 +1,6 @@
 // Decode steps in a graph that is replayed while sequences grow: commit_due_pages, store_new_tokens and one
-// attend over sinks, quantized pages and window, or one attend that stores as well. Bytes of all pages are those of the CPU, attention is
-// compared with double arithmetic on what pages dequantize to.
+// attend over sinks, quantized pages and window, or one attend that stores as well. Bytes of all pages are
+// those of the CPU, attention is compared with double arithmetic on what pages dequantize to.
 #include <kvq/cuda.cuh>
 
 #include "support.cuh"
@@ -244,8 +244,8 @@ void check_steps(const step_case& c, const char* name) {
             }
         }
     };
-    // Prompts go in by the same launches, a step at a time, those of some sequences longer than others: in the
-    // end one sequence stands among rows that are not there.
+    // Prompts go in by the same launches, a step at a time, those of some sequences longer than others: in
+    // the end one sequence stands among rows that are not there.
     lengths.assign(all, 0);
     q.upload(normal(q.size()));
     for (int t = 0; t < *std::max_element(c.lengths.begin(), c.lengths.end()); t += n) {

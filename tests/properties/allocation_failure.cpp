@@ -66,7 +66,8 @@ TEST_CASE_TEMPLATE("append, trim, fork and attend leave everything as it was whe
                     const int n = random.between(0, held);
                     test::fail_everywhere(
                         memory, [&] { sequence.trim(n); }, unchanged);
-                    // A trim raises nothing: without the memory it repacks nothing, so the twin has none either.
+                    // A trim raises nothing: without the memory it repacks nothing, so the twin has none
+                    // either.
                     memory.arm(0);
                     twin.trim(n);
                     memory.arm(test::counting_resource::never);

@@ -260,7 +260,8 @@ struct records {
     std::vector<float> values;
     kvq::rows_view view;
 
-    /// heads_first: [block][head][token], else [block][token][head]. Scales of inline records lie in the rows.
+    /// heads_first: [block][head][token], else [block][token][head]. Scales of inline records lie in the
+    /// rows.
     template <class Scheme>
     records(test::generator& random, const Scheme& scheme, int tokens, int heads, int dim, bool heads_first,
             const std::vector<std::int32_t>& table, int blocks, int block_tokens)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Keys have the plan of their sequence's own first tokens: whatever the history, pages are those of a cache that
-// was given the plan, or even widths, and attention is that of their values.
+// Keys have the plan of their sequence's own first tokens: whatever the history, pages are those of a cache
+// that was given the plan, or even widths, and attention is that of their values.
 #include <doctest/doctest.h>
 
 #include <cmath>

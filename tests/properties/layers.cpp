@@ -411,8 +411,8 @@ private:
         REQUIRE(a.entries() <= b.entries());
         for (int e = 0; e < a.entries(); ++e) {
             const auto x = a.at(e), y = b.at(x.first_token < front ? e : b.entries() - a.entries() + e);
-            // Where an erase joins two parts of a page again, a layer that has freed the first of them shows the
-            // other one.
+            // Where an erase joins two parts of a page again, a layer that has freed the first of them shows
+            // the other one.
             const int hidden = x.first_token == front ? front - y.first_token : 0;
             REQUIRE(hidden >= 0);
             REQUIRE(x.first_token == y.first_token + hidden);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Formats with two planes: the upper one alone is the format of 4 bits, both are one of 8 bits, and a step down
-// frees the lower one where it lies.
+// Formats with two planes: the upper one alone is the format of 4 bits, both are one of 8 bits, and a step
+// down frees the lower one where it lies.
 #include <doctest/doctest.h>
 
 #include <cmath>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Programs that must not compile. Every case is a test, static/NAME: compiled alone, it must be refused with its
-// sentence.
+// Programs that must not compile. Every case is a test, static/NAME: compiled alone, it must be refused with
+// its sentence.
 //
 //   #if CASE == 7  // NAME
 //   // expect: a part of the message, to the end of the line

@@ -403,7 +403,8 @@ struct cudaFuncAttributes {
     std::size_t sharedSizeBytes;
     int maxThreadsPerBlock;
 };
-/// No kernel has shared memory of its own, or, unless the program says so, code for sm_90a: those that need it are empty, with a bound of one warp.
+/// No kernel has shared memory of its own, or, unless the program says so, code for sm_90a: those that need
+/// it are empty, with a bound of one warp.
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
     *attributes = {};
