@@ -127,13 +127,13 @@ std::exception_ptr caught(F&& f) noexcept {
 #endif
     return {};
 }
-/// Runs f. False: it has refused its arguments. Other errors pass.
-template <class F>
-bool accepted(F&& f) {
+/// Runs f. False: it has raised this Error. Others pass.
+template <class Error, class F>
+bool runs_without(F&& f) {
 #if KVQ_EXCEPTIONS
     try {
         f();
-    } catch (const std::invalid_argument&) {
+    } catch (const Error&) {
         return false;
     }
 #else
@@ -141,19 +141,14 @@ bool accepted(F&& f) {
 #endif
     return true;
 }
-/// Runs f. False: it has raised std::bad_alloc.
+/// Runs f. False: it has refused its arguments.
+template <class F>
+bool accepted(F&& f) {
+    return runs_without<std::invalid_argument>(f);
+}
 template <class F>
 bool has_memory(F&& f) {
-#if KVQ_EXCEPTIONS
-    try {
-        f();
-    } catch (const std::bad_alloc&) {
-        return false;
-    }
-#else
-    f();
-#endif
-    return true;
+    return runs_without<std::bad_alloc>(f);
 }
 
 template <class Part>

@@ -47,14 +47,16 @@ KVQ_INLINE void prefetch_bytes(const std::byte* block, std::size_t from, std::si
     for (std::size_t at = from; at < to; at += 64) detail::prefetch(block + at);
 }
 
-/// Codes of one width. Table: those of 4 bits that stand for entries of a table.
+/// Codes of one width, or two_planes: of 4 bits and their lower planes. Table: those of 4 bits that stand for
+/// entries of a table.
 template <class Backend, int Bits, bool Table>
 class code_block_product {
 public:
     using lanes = typename Backend::lanes;
 
     code_block_product(const product_blocks& of, const block_shape& shape, int n)
-        : plan_(of.meaning, {{shape.rows(), of.row_group}, {shape.cols(), of.col_group}}, n,
+        : plan_(Bits == two_planes ? of_both(of.meaning) : of.meaning,
+                {{shape.rows(), of.row_group}, {shape.cols(), of.col_group}}, n,
                 query_bytes_in_tiles<lanes, Backend>(n)),
           source_(of.source),
           block_bytes_(of.bytes) {}
@@ -79,42 +81,6 @@ public:
 
 private:
     code_plan<Bits> plan_;
-    parameter_source source_;
-    std::size_t block_bytes_;
-};
-
-/// Codes of 4 bits and their lower planes.
-template <class Backend>
-class plane_block_product {
-public:
-    using lanes = typename Backend::lanes;
-
-    plane_block_product(const product_blocks& of, const block_shape& shape, int n)
-        : plan_(of_both(of.meaning), {{shape.rows(), of.row_group}, {shape.cols(), of.col_group}}, n,
-                query_bytes_in_tiles<lanes, Backend>(n)),
-          source_(of.source),
-          block_bytes_(of.bytes) {}
-
-    std::size_t workspace_bytes() const { return plan_.workspace_bytes(); }
-
-    void begin(const block_shape&, block_id id, const std::byte* block, const float* x,
-               std::ptrdiff_t x_stride, std::byte* workspace) const {
-        if (plan_.folds_in_tiles()) return;
-        fold<lanes, Backend>(plan_.meaning, plan_.fold, source_.of(id, block), x, x_stride,
-                             workspace + plan_.parameter_bytes);
-    }
-    void finish(const block_shape&, block_id id, const std::byte* block, const float* x,
-                std::ptrdiff_t x_stride, int, int, float* y, std::ptrdiff_t y_stride, bool add,
-                std::ptrdiff_t ahead, std::byte* workspace) const {
-        prefetch_bytes(block + ahead, plan_.parameters, block_bytes_);
-        const parameter_source source = source_.of(id, block);
-        code_product<lanes, Backend, two_planes>(plan_, source, workspace,
-                                                 plan_.folds_in_tiles() ? unfolded{x, x_stride} : unfolded{})
-            .run(y, y_stride, add, ahead);
-    }
-
-private:
-    code_plan<two_planes> plan_;
     parameter_source source_;
     std::size_t block_bytes_;
 };
@@ -341,6 +307,7 @@ struct product_table;
 /// The product of weights with the values of a latent layer in blocks that Product reads as keys, or null.
 constexpr const product_functions* key_values_of(const void*) { return nullptr; }
 template <class Backend, int Bits, bool Table>
+    requires(Bits != two_planes)
 constexpr const product_functions* key_values_of(const code_block_product<Backend, Bits, Table>*) {
     return &product_table<turned_block_product<Backend, Table, Bits>>::functions;
 }
@@ -361,7 +328,7 @@ constexpr const product_functions* key_values_of(const window_block_product<Back
 constexpr const product_functions* planes_of(const void*) { return nullptr; }
 template <class Backend>
 constexpr const product_functions* planes_of(const code_block_product<Backend, 4, false>*) {
-    return &product_table<plane_block_product<Backend>>::functions;
+    return &product_table<code_block_product<Backend, two_planes, false>>::functions;
 }
 
 /// The functions of a plan, of all schemes whose blocks are read in one way.
