@@ -307,8 +307,8 @@ struct product_table;
 /// The product of weights with the values of a latent layer in blocks that Product reads as keys, or null.
 constexpr const product_functions* key_values_of(const void*) { return nullptr; }
 template <class Backend, int Bits, bool Table>
-    requires(Bits != two_planes)
-constexpr const product_functions* key_values_of(const code_block_product<Backend, Bits, Table>*) {
+requires(Bits != two_planes) constexpr const product_functions* key_values_of(
+    const code_block_product<Backend, Bits, Table>*) {
     return &product_table<turned_block_product<Backend, Table, Bits>>::functions;
 }
 template <class Backend, int... Widths>
