@@ -3,6 +3,7 @@
 #include <kvq/adapters/sequence_state-inl.hpp>
 #include <kvq/adapters/sequence_table-inl.hpp>
 #include <kvq/attention/attend_rows-inl.hpp>
+#include <kvq/attention/copy_rows-inl.hpp>
 #include <kvq/attention/mods-inl.hpp>
 #include <kvq/attention/rotary-inl.hpp>
 #include <kvq/attention/selection-inl.hpp>

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 #include <kvq/attention/attend_rows.hpp>
+#include <kvq/attention/copy_rows.hpp>
 #include <kvq/attention/reference.hpp>
 #include <kvq/core/thread_pool.hpp>
 #include <kvq/cpu/simd.hpp>
@@ -32,6 +33,11 @@ struct owner {
     std::vector<float> factors;  ///< [token][head][group]: scales, magnitudes of them
     kvq::rows_view view;
 
+    void clear() {
+        std::fill(data.begin(), data.end(), std::byte{0xee});
+        std::fill(scales.begin(), scales.end(), std::byte{0xff});
+    }
+    bool same_bytes(const owner& o) const { return data == o.data && scales == o.scales; }
     int groups() const { return dim / layout.group_of(dim); }
     const float* at(int token, int head) const {
         return values.data() + (token * heads + head) * static_cast<std::ptrdiff_t>(dim);
@@ -260,6 +266,14 @@ struct records {
     std::vector<float> values;
     kvq::rows_view view;
 
+    void clear() {
+        std::fill(data.begin(), data.end(), std::byte{0xee});
+        for (auto* const of : {&beside, &biases}) std::fill(of->begin(), of->end(), std::byte{0xff});
+    }
+    bool same_bytes(const records& o) const {
+        return data == o.data && beside == o.beside && biases == o.biases;
+    }
+
     /// heads_first: [block][head][token], else [block][token][head]. Scales of inline records lie in the
     /// rows.
     template <class Scheme>
@@ -382,6 +396,157 @@ TEST_CASE("records in the memory of other systems: attention is that of double o
     };
     for (const kvq::record_layout& l : kvq::record_layouts) check(kvq::token_records(l));
     check(kvq::rotated_records(kvq::int4_token_head));
+}
+
+/// make(i): memory i of two, which hold the same tokens in blocks[i]: its rows are read, written anew and moved
+/// to the other one. x: what they were quantized from, [tokens][heads][dim].
+template <class Make>
+void check_copies(const Make& make, const kvq::row_blocks (&blocks)[2], const std::vector<float>& x,
+                  const kvq::rows_shape& shape, test::generator& random) {
+    kvq::workspace memory;
+    kvq::thread_pool pool(2);
+    const int tokens = shape.tokens, heads = shape.kv_heads, dim = shape.head_dim,
+              first = random.between(0, tokens - 1);
+    const auto wanted = make(0);
+    std::vector<float> read(static_cast<std::size_t>((tokens - first) * heads * dim));
+    kvq::read_rows(wanted.view, blocks[0], first,
+                   kvq::token_view<float>(read.data(), tokens - first, heads, dim), memory, pool);
+    CHECK(std::equal(read.begin(), read.end(), wanted.values.begin() + first * heads * dim));
+    const auto is_written = [&](int i, const auto& write) {
+        const auto as = make(i);
+        auto empty = make(i);
+        empty.clear();
+        CHECK(!empty.same_bytes(as));
+        write(empty.view);
+        CHECK(empty.same_bytes(as));
+    };
+    is_written(0, [&](const kvq::rows_view& to) {  // in two parts, the later one first
+        const auto write = [&](int t, int n) {
+            CHECK(kvq::write_rows(to, blocks[0], t,
+                                  kvq::input_view(x.data() + t * heads * dim, n, heads, dim), memory,
+                                  pool) == 0);
+        };
+        write(first, tokens - first);
+        write(0, first);
+    });
+    is_written(1, [&](const kvq::rows_view& to) {
+        CHECK(kvq::convert_rows(wanted.view, blocks[0], to, blocks[1], shape, memory, pool) == 0);
+    });
+    // Another format gets the values that rows stand for.
+    const kvq::token_records scheme(kvq::record_layout_named("fp8-token-head"));
+    const kvq::block_shape page{kvq::tensor::key, tokens, dim};
+    const std::size_t bytes = scheme.block_bytes(page);
+    std::vector<std::byte> converted(bytes * static_cast<std::size_t>(heads)), pages(converted);
+    const kvq::rows_view to{.rows = kvq::make_format<kvq::simd<>>(scheme),
+                            .data = converted.data(),
+                            .token_stride = dim + 4,
+                            .head_stride = static_cast<std::ptrdiff_t>(bytes)};
+    kvq::convert_rows(wanted.view, blocks[0], to, {}, shape, memory);
+    for (int h = 0; h < heads; ++h) {
+        std::vector<float> values;
+        for (int t = 0; t < tokens; ++t) {
+            const auto at = wanted.values.begin() + (t * heads + h) * dim;
+            values.insert(values.end(), at, at + dim);
+        }
+        scheme.quantize(page, {}, values.data(), pages.data() + h * to.head_stride);
+    }
+    CHECK(converted == pages);
+}
+
+TEST_CASE("rows in the memory of other systems are read, written and moved") {
+    const auto seed = test::seed();
+    INFO("KVQ_SEED=", seed);
+    test::generator random(seed);
+    const auto check = [&](const char* name, int unit, int most_units, int together, const auto& make) {
+        const int dim = unit * random.between(1, most_units), heads = unit > 128 ? 1 : random.between(1, 3),
+                  tokens = random.between(1, 200);
+        INFO(name, ", ", tokens, " tokens, ", heads, " heads of ", dim);
+        std::vector<std::int32_t> table[2];
+        kvq::row_blocks blocks[2];
+        for (int i = 0; i < 2; ++i) {
+            const int block_tokens = together * random.between(1, i == 0 ? 9 : 64),
+                      used = kvq::detail::ceil_div(tokens, block_tokens), all = used + random.between(0, 3);
+            for (int b = 0; b < all; ++b) table[i].insert(table[i].begin() + random.between(0, b), b);
+            blocks[i] = {table[i].data(), used, block_tokens, all};
+        }
+        const test::generator rows = random;
+        test::generator values = rows;
+        std::vector<float> x;
+        for (int i = 0; i < tokens * heads; ++i) {
+            const auto row = values.normals(static_cast<std::size_t>(dim));
+            x.insert(x.end(), row.begin(), row.end());
+        }
+        check_copies(
+            [&](int i) {
+                test::generator same = rows;
+                return make(same, tokens, heads, dim, i, table[i], blocks[i].all_blocks,
+                            blocks[i].block_tokens);
+            },
+            blocks, x, {tokens, heads, dim}, random);
+    };
+    for (const kvq::row_layout& l : kvq::row_layouts)
+        check(l.name, l.channels > 0 ? l.channels : 24, 3, 1,
+              [&](test::generator& r, const auto&... at) { return owner(r, l, at...); });
+    const auto of_records = [&](const auto& scheme, int unit, int most) {
+        const kvq::record_layout& l = scheme.layout();
+        check(l.name, unit, most, l.in_turns ? 4 : 1,
+              [&](test::generator& r, int tokens, int heads, int dim, int i, const auto&... at) {
+                  return records(r, scheme, tokens, heads, dim, i == 1 || l.in_turns, at...);
+              });
+    };
+    for (const kvq::record_layout& l : kvq::record_layouts)
+        of_records(kvq::token_records(l), l.head_dim > 0 ? l.head_dim : 64, l.head_dim > 0 ? 1 : 2);
+    of_records(kvq::rotated_records(kvq::int4_token_head), 64, 2);
+}
+
+TEST_CASE("rows in the memory of other systems: copies that are refused") {
+    test::generator random(test::seed());
+    kvq::workspace memory;
+    const std::vector<std::int32_t> table{2, 0, 1};
+    const int tokens = 40, heads = 2, dim = 32;
+    owner k(random, kvq::row_layout_named("q8_0"), tokens, heads, dim, 0, table, 3, 16);
+    std::vector<float> x(static_cast<std::size_t>(tokens * heads * dim), 0.5f);
+    const auto before = k.data;
+    const auto refused = [&](const kvq::row_blocks& blocks, int first, int n, const char* message) {
+        CHECK_THROWS_WITH_AS(
+            kvq::read_rows(k.view, blocks, first, kvq::token_view<float>(x.data(), n, heads, dim), memory),
+            message, std::invalid_argument);
+        CHECK_THROWS_WITH_AS(
+            kvq::write_rows(k.view, blocks, first, kvq::input_view(x.data(), n, heads, dim), memory), message,
+            std::invalid_argument);
+        CHECK(k.data == before);
+    };
+    const kvq::row_blocks blocks{table.data(), 3, 16, 3};
+    refused(blocks, -1, 1, "kvq: rows of 1 tokens from token -1 on, 2 kv heads and 32 channels");
+    refused(blocks, 40, 9, "kvq: 49 tokens need 4 blocks of 16, but the table has 3");
+    refused({table.data(), 3, 16, 2}, 0, 9, "kvq: block 0 of the table is 2, but the memory has 2 blocks");
+    kvq::read_rows(k.view, {table.data(), 3, 16, 2}, 16, kvq::token_view<float>(x.data(), 9, heads, dim),
+                   memory);
+    for (auto* const stride : {&k.view.token_stride, &k.view.head_stride, &k.view.block_stride}) {
+        const std::ptrdiff_t good = std::exchange(*stride, 32);
+        CHECK_THROWS_AS(
+            kvq::read_rows(k.view, blocks, 0, kvq::token_view<float>(x.data(), 40, heads, dim), memory),
+            std::invalid_argument);
+        *stride = good;
+    }
+    // NaN is written as the number nearest to zero; scales that are none are not read.
+    x.assign(x.size(), 0.5f);
+    x[3] = std::numeric_limits<float>::quiet_NaN();
+    x[4] = std::numeric_limits<float>::infinity();
+    CHECK(kvq::write_rows(k.view, blocks, 39, kvq::input_view(x.data(), 1, heads, dim), memory) == 2);
+    kvq::read_rows(k.view, blocks, 39, kvq::token_view<float>(x.data(), 1, heads, dim), memory);
+    CHECK(x[3] == 0.0f);
+    CHECK(x[4] == x[5]);
+    kvq::detail::store_as(k.data.data() + k.view.head_stride, std::uint16_t{0xfc00});  // token 16, head 1
+    CHECK_THROWS_WITH_AS(
+        kvq::read_rows(k.view, blocks, 0, kvq::token_view<float>(x.data(), 40, heads, dim), memory),
+        "kvq: rows of tokens 0 to 39 of kv head 1 have a scale that is NaN or infinite",
+        std::invalid_argument);
+    kvq::read_rows(k.view, blocks, 17, kvq::token_view<float>(x.data(), 23, heads, dim), memory);
+    k.view.rows = kvq::make_format<kvq::int8>();
+    CHECK_THROWS_AS(
+        kvq::read_rows(k.view, blocks, 0, kvq::token_view<float>(x.data(), 40, heads, dim), memory),
+        std::invalid_argument);
 }
 
 TEST_CASE("records in the memory of other systems: what is refused") {

@@ -13,6 +13,85 @@ namespace kvq { inline namespace KVQ_COMMON {
 
 namespace detail {
 
+/// Blocks of the table up to a token. Blocks may be of any size: no sum with it.
+inline int used_blocks(const row_blocks& blocks, int tokens) {
+    return tokens == 0 ? 0 : (tokens - 1) / blocks.block_tokens + 1;
+}
+/// Formats without products are read as floats first.
+inline const row_place_functions& places_of(const rows_view& of) { return of.rows.functions().of_places; }
+inline bool reads_floats(const rows_view& of) { return places_of(of).keys == nullptr; }
+
+/// The rows of a head of a sequence that ends in front of token `end`.
+inline row_place place_of(const rows_view& of, const row_blocks& blocks, int end, int head) {
+    row_place p;
+    if (of.data) p.rows = static_cast<const std::byte*>(of.data) + head * of.head_stride;
+    p.row_stride = of.token_stride;
+    if (of.scales) p.scales = static_cast<const std::byte*>(of.scales) + head * of.scale_head_stride;
+    p.scale_stride = of.scale_token_stride;
+    p.group_stride = of.scale_group_stride != 0 || reads_floats(of) ? of.scale_group_stride : 1;
+    if (of.biases) p.biases = static_cast<const std::byte*>(of.biases) + head * of.scale_head_stride;
+    p.blocks = blocks.table;
+    p.block_tokens = blocks.block_tokens;
+    p.block_stride = of.block_stride;
+    p.scale_block_stride = of.scale_block_stride;
+    p.end = end;
+    return p;
+}
+
+/// Raises unless rows of `tokens` tokens can lie so.
+KVQ_FUNC void check_rows(const rows_view& of, const char* name, const row_blocks& blocks, int tokens,
+                         const cache_shape& shape, tensor role) {
+    expect(!blocks.table || (blocks.block_tokens >= 1 && blocks.blocks >= 0), "a block table of ",
+           blocks.blocks, " blocks of ", blocks.block_tokens, " tokens");
+    expect(static_cast<bool>(of.rows), name, " have no format");
+    const row_place_functions& places = places_of(of);
+    expect(
+        places.keys != nullptr || places.read != nullptr, name, " are ", of.rows.asked_name(),
+        ", which is no format of rows in the bytes of another system, or whose kernels this program lacks");
+    of.rows.functions().check(of.rows.scheme(), shape, role);
+    const auto check_beside = [&](int bytes, const void* given, const char* what) {
+        const bool beside = bytes > 0;
+        expect(given != nullptr || tokens == 0 || !beside, name, " are ", of.rows.asked_name(), ", whose ",
+               what, " lie beside the rows, but ", what, " is null");
+        expect(given == nullptr || beside, name, " are ", of.rows.asked_name(), ", which has no ", what,
+               " beside the rows, but ", what, " are given");
+    };
+    const row_bytes bytes = places.bytes(of.rows.scheme(), shape.dim(role));
+    check_beside(bytes.scales, of.scales, "scales");
+    expect(!blocks.table || blocks.block_tokens % bytes.together == 0, name, " are ", of.rows.asked_name(),
+           ", where scales of ", bytes.together, " tokens take turns, but blocks have ", blocks.block_tokens,
+           " tokens");
+    check_beside(bytes.biases, of.biases, "biases");
+    expect(of.data != nullptr || tokens == 0, name, " have no data for ", tokens, " tokens");
+    const int together = blocks.table ? smaller(blocks.block_tokens, tokens) : tokens;
+    const bool several = blocks.table && used_blocks(blocks, tokens) > 1;
+    // Strides that are too short are those of elements, or of a dimension that was forgotten.
+    const auto apart = [](std::ptrdiff_t stride, int least) { return stride >= least || stride <= -least; };
+    expect((together <= 1 || apart(of.token_stride, bytes.row)) &&
+               (!several || apart(of.block_stride, bytes.row)) &&
+               (shape.kv_heads <= 1 || tokens == 0 || apart(of.head_stride, bytes.row)),
+           name, " of ", tokens, " tokens and ", shape.kv_heads, " heads have strides of ", of.token_stride,
+           " bytes from one token to the next, ", of.head_stride, " from head to head and ", of.block_stride,
+           " from block to block, but rows of ", bytes.row, " bytes");
+    expect(!of.scales ||
+               ((together <= 1 || of.scale_token_stride != 0) && (!several || of.scale_block_stride != 0) &&
+                (shape.kv_heads <= 1 || tokens == 0 || of.scale_head_stride != 0)),
+           "scales of ", name, " of ", tokens, " tokens and ", shape.kv_heads, " heads have strides of ",
+           of.scale_token_stride, " bytes from one token to the next, ", of.scale_head_stride,
+           " from head to head and ", of.scale_block_stride, " from block to block");
+}
+
+/// Raises unless the table has blocks of the memory for tokens [first, end).
+KVQ_FUNC void check_row_blocks(const row_blocks& blocks, int first, int end) {
+    if (!blocks.table || first == end) return;
+    const int used = used_blocks(blocks, end);
+    expect(used <= blocks.blocks, end, " tokens need ", used, " blocks of ", blocks.block_tokens,
+           ", but the table has ", blocks.blocks);
+    for (int i = first / blocks.block_tokens; i < used; ++i)
+        expect(blocks.table[i] >= 0 && blocks.table[i] < blocks.all_blocks, "block ", i, " of the table is ",
+               blocks.table[i], ", but the memory has ", blocks.all_blocks, " blocks");
+}
+
 /// One call: what its tasks share.
 struct rows_attention {
     static constexpr int span_tokens = 128, most_rows = 32, split_tokens = 16 * span_tokens;
@@ -34,8 +113,6 @@ struct rows_attention {
     int rows() const { return q.tokens * group(); }
     int rows_of_task() const { return smaller(rows(), most_rows); }
     int row_blocks_of_head() const { return ceil_div(rows(), rows_of_task()); }
-    /// Those of the table that hold tokens. Blocks may be of any size: no sum with it.
-    int used_blocks() const { return shape.tokens == 0 ? 0 : (shape.tokens - 1) / blocks.block_tokens + 1; }
     /// Key splits, of decode steps: the tasks of few rows. The shape alone says how many.
     int splits() const { return rows() <= most_rows ? larger(1, ceil_div(shape.tokens, split_tokens)) : 1; }
     int tasks() const { return shape.kv_heads * row_blocks_of_head() * splits(); }
@@ -55,16 +132,14 @@ struct rows_attention {
         return {role, smaller(larger(shape.tokens, 1), span_tokens),
                 role == tensor::key ? shape.head_dim : value_dim};
     }
-    /// Formats without products are read as floats first.
-    static const row_place_functions& places(const rows_view& of) { return of.rows.functions().of_places; }
-    static bool reads(const rows_view& of) { return places(of).keys == nullptr; }
     /// Are keys and values the same rows? Strides from which nothing is read do not count.
     bool same_records() const {
         const rows_view &a = keys, &b = values;
-        if (!a.rows || !b.rows || !reads(a) || places(a).bytes == nullptr || !a.rows.same_as(b.rows) ||
-            a.data != b.data || a.scales != b.scales || a.biases != b.biases || shape.head_dim < 1)
+        if (!a.rows || !b.rows || !reads_floats(a) || places_of(a).bytes == nullptr ||
+            !a.rows.same_as(b.rows) || a.data != b.data || a.scales != b.scales || a.biases != b.biases ||
+            shape.head_dim < 1)
             return false;
-        const int dense = places(a).bytes(a.rows.scheme(), shape.head_dim).group;
+        const int dense = places_of(a).bytes(a.rows.scheme(), shape.head_dim).group;
         const auto same = [](bool read, std::ptrdiff_t x, std::ptrdiff_t y) { return !read || x == y; };
         const auto group = [&](const rows_view& of) {
             return of.scale_group_stride != 0 ? of.scale_group_stride : dense;
@@ -87,7 +162,7 @@ struct rows_attention {
         const int n = rows_of_task();
         const auto plan = [&](const rows_view& of, tensor role, std::size_t* bytes) {
             const format_functions& f = of.rows.functions();
-            if (reads(of)) return std::size_t{0};
+            if (reads_floats(of)) return std::size_t{0};
             *bytes = f.make_plan(of.rows.scheme(), shape_of(role), {}, n, nullptr);
             return f.plan_bytes;
         };
@@ -106,29 +181,14 @@ struct rows_attention {
         s.scores = floats(span_tokens);
         s.sums = floats(value_dim);
         const auto tokens_of = [&](const rows_view& of, tensor role) {
-            return memory.floats(reads(of) ? std::size_t{span_tokens} * static_cast<std::size_t>(dim_of(role))
-                                           : 0);
+            return memory.floats(
+                reads_floats(of) ? std::size_t{span_tokens} * static_cast<std::size_t>(dim_of(role)) : 0);
         };
         s.keys = tokens_of(keys, tensor::key);
-        s.values = reads(values) && one_latent ? s.keys : tokens_of(values, tensor::value);
+        s.values = reads_floats(values) && one_latent ? s.keys : tokens_of(values, tensor::value);
         return s;
     }
 
-    row_place place(const rows_view& of, int head) const {
-        row_place p;
-        if (of.data) p.rows = static_cast<const std::byte*>(of.data) + head * of.head_stride;
-        p.row_stride = of.token_stride;
-        if (of.scales) p.scales = static_cast<const std::byte*>(of.scales) + head * of.scale_head_stride;
-        p.scale_stride = of.scale_token_stride;
-        p.group_stride = of.scale_group_stride != 0 || reads(of) ? of.scale_group_stride : 1;
-        if (of.biases) p.biases = static_cast<const std::byte*>(of.biases) + head * of.scale_head_stride;
-        p.blocks = blocks.table;
-        p.block_tokens = blocks.block_tokens;
-        p.block_stride = of.block_stride;
-        p.scale_block_stride = of.scale_block_stride;
-        p.end = shape.tokens;
-        return p;
-    }
     int position(int row) const {
         return (mods.has_query_positions() ? shape.tokens - q.tokens : 0) + row / group();
     }
@@ -153,12 +213,14 @@ struct rows_attention {
             sum[i] = 0.0f;
         }
         for (int i = 0; i < n * value_dim; ++i) s.sums[i] = 0.0f;
-        if (!reads(keys)) {
+        if (!reads_floats(keys)) {
             k.make_plan(keys.rows.scheme(), shape_of(tensor::key), id, n, s.key_plan);
             k.begin(s.key_plan, shape_of(tensor::key), id, nullptr, s.x, dim, s.key_space);
         }
-        if (!reads(values)) v.make_plan(values.rows.scheme(), shape_of(tensor::value), id, n, s.value_plan);
-        const row_place of_keys = place(keys, head), of_values = place(values, head);
+        if (!reads_floats(values))
+            v.make_plan(values.rows.scheme(), shape_of(tensor::value), id, n, s.value_plan);
+        const row_place of_keys = place_of(keys, blocks, shape.tokens, head),
+                        of_values = place_of(values, blocks, shape.tokens, head);
         const int first_q = position(first), last_q = position(first + n - 1);
         for (int span = first_key; span < end_key; span += span_tokens) {
             int from = span, end = smaller(end_key, span + span_tokens);
@@ -173,7 +235,7 @@ struct rows_attention {
             const int here = end - from;
             if (here == 0) continue;
             bool finite = true;
-            if (reads(keys)) {
+            if (reads_floats(keys)) {
                 finite = k.of_places.read(keys.rows.scheme(), of_keys, dim, from, here, s.keys);
                 k.backend->score_tokens(s.keys, dim, here, dim, s.x, dim, n, s.scores, span_tokens);
             } else {
@@ -192,7 +254,7 @@ struct rows_attention {
                 const float by = factor[i];
                 for (int d = 0; d < value_dim && by != 1.0f; ++d) s.sums[i * value_dim + d] *= by;
             }
-            if (reads(values)) {
+            if (reads_floats(values)) {
                 const int row = dim_of(tensor::value);
                 finite = one_latent ||
                          v.of_places.read(values.rows.scheme(), of_values, row, from, here, s.values);
@@ -257,51 +319,17 @@ struct rows_attention {
     }
 
     void check() const {
-        const auto check_view = [&](const rows_view& of, const char* name, tensor role) {
-            expect(static_cast<bool>(of.rows), name, " have no format");
-            expect(places(of).keys != nullptr || places(of).read != nullptr, name, " are ",
-                   of.rows.asked_name(),
-                   ", which is no format of rows in the bytes of another system, or whose kernels this "
-                   "program lacks");
-            of.rows.functions().check(of.rows.scheme(),
-                                      {.layers = 1,
-                                       .kv_heads = shape.kv_heads,
-                                       .head_dim = shape.head_dim,
-                                       .value_dim = dim_of(tensor::value)},
-                                      role);
-            const auto check_beside = [&](int bytes, const void* given, const char* what) {
-                const bool beside = bytes > 0;
-                expect(given != nullptr || shape.tokens == 0 || !beside, name, " are ", of.rows.asked_name(),
-                       ", whose ", what, " lie beside the rows, but ", what, " is null");
-                expect(given == nullptr || beside, name, " are ", of.rows.asked_name(), ", which has no ",
-                       what, " beside the rows, but ", what, " are given");
-            };
-            const row_bytes bytes = places(of).bytes(of.rows.scheme(), dim_of(role));
-            check_beside(bytes.scales, of.scales, "scales");
-            expect(!blocks.table || blocks.block_tokens % bytes.together == 0, name, " are ",
-                   of.rows.asked_name(), ", where scales of ", bytes.together,
-                   " tokens take turns, but blocks have ", blocks.block_tokens, " tokens");
-            check_beside(bytes.biases, of.biases, "biases");
-            expect(of.data != nullptr || shape.tokens == 0, name, " have no data for ", shape.tokens,
-                   " tokens");
-            const int together = blocks.table ? smaller(blocks.block_tokens, shape.tokens) : shape.tokens;
-            expect((of.token_stride != 0 || together <= 1) &&
-                       (of.block_stride != 0 || !blocks.table || used_blocks() <= 1),
-                   name, " of ", shape.tokens, " tokens have strides of ", of.token_stride,
-                   " bytes from one to the next and ", of.block_stride, " from block to block");
-            expect(!of.scales || ((of.scale_token_stride != 0 || together <= 1) &&
-                                  (of.scale_block_stride != 0 || !blocks.table || used_blocks() <= 1)),
-                   "scales of ", name, " of ", shape.tokens, " tokens have strides of ",
-                   of.scale_token_stride, " bytes from one to the next and ", of.scale_block_stride,
-                   " from block to block");
-        };
         expect(shape.tokens >= 0 && shape.kv_heads >= 1 && shape.head_dim >= 1 && value_dim >= 1, "rows of ",
                shape.tokens, " tokens, ", shape.kv_heads, " kv heads, ", shape.head_dim, " and ", value_dim,
                " channels");
-        expect(!blocks.table || (blocks.block_tokens >= 1 && blocks.blocks >= 0), "a block table of ",
-               blocks.blocks, " blocks of ", blocks.block_tokens, " tokens");
-        check_view(keys, "keys", tensor::key);
-        check_view(values, "values", tensor::value);
+        const auto shape_for = [&](tensor role) {
+            return cache_shape{.layers = 1,
+                               .kv_heads = shape.kv_heads,
+                               .head_dim = shape.head_dim,
+                               .value_dim = dim_of(role)};
+        };
+        check_rows(keys, "keys", blocks, shape.tokens, shape_for(tensor::key), tensor::key);
+        check_rows(values, "values", blocks, shape.tokens, shape_for(tensor::value), tensor::value);
         expect(q.tokens >= 0 && q.heads >= 1 && q.heads % shape.kv_heads == 0 && q.dim == shape.head_dim,
                "q has ", q.heads, " heads of ", q.dim, " channels, for ", shape.kv_heads, " kv heads of ",
                shape.head_dim);
@@ -313,14 +341,7 @@ struct rows_attention {
         expect(mods.lists() == nullptr && mods.selection() == nullptr && mods.skipping() == nullptr,
                "lists, selections and skipped values are for pages of kvq, not for rows of other systems");
         mods.check(q.heads);
-        if (!blocks.table) return;
-        const int used = used_blocks();
-        expect(used <= blocks.blocks, shape.tokens, " tokens need ", used, " blocks of ", blocks.block_tokens,
-               ", but the table has ", blocks.blocks);
-        for (int i = 0; i < used; ++i)
-            expect(blocks.table[i] >= 0 && blocks.table[i] < blocks.all_blocks, "block ", i,
-                   " of the table is ", blocks.table[i], ", but the memory has ", blocks.all_blocks,
-                   " blocks");
+        check_row_blocks(blocks, 0, shape.tokens);
     }
 };
 
