@@ -334,6 +334,10 @@ TEST_CASE(
     kvq_row_blocks other_blocks{};
     REFUSES(kvq_attend_rows, MAY_BE_NULL(5), &other_rows, &other_rows, &other_blocks, &f.q.t, &f.out.t,
             usual);
+    REFUSES(kvq_read_rows, MAY_BE_NULL(4), &other_rows, &other_blocks, 0, &f.out.t, usual);
+    REFUSES(kvq_write_rows, MAY_BE_NULL(4, 5), &other_rows, &other_blocks, 0, &f.k.t, &f.n64, usual);
+    REFUSES(kvq_convert_rows, MAY_BE_NULL(5, 6), &other_rows, &other_blocks, &other_rows, &other_blocks, 64,
+            &f.n64, usual);
     REFUSES(kvq_sequence_select, MAY_BE_NULL(6), f.s, 0, &f.q.t, f.weights, 4, f.ids, usual);
     REFUSES(kvq_sequence_append_draft, MAY_BE_NULL(), f.s, 0, &f.q.t, &f.q.t);
     REFUSES(kvq_sequence_keep, MAY_BE_NULL(), f.s, f.ids, 1);
@@ -704,7 +708,7 @@ TEST_CASE("numbers out of range, names that nobody knows") {
                   "mla-584 has 512 channels, but head_dim is 60");
     CHECK(kvq_format_free(records) == KVQ_OK);
     CHECK(kvq_format_find("mlx-4-g64", KVQ_KEY, nullptr, &records) == KVQ_OK);
-    const std::vector<std::uint8_t> numbers(64 * 4), of_groups(64 * 4);
+    std::vector<std::uint8_t> numbers(64 * 4), of_groups(64 * 4), rows_of_q8(4 * 68);
     const std::vector<float> of_q(64, 1.0f);
     std::vector<float> mlx_out(64);
     kvq_rows mlx{};
@@ -720,6 +724,35 @@ TEST_CASE("numbers out of range, names that nobody knows") {
                   "mlx-4-g64, whose biases lie beside the rows, but biases is null");
     mlx.biases = of_groups.data();
     CHECK(kvq_attend_rows(&mlx, &mlx, &one_block, &mlx_q, &mlx_o, nullptr) == KVQ_OK);
+    kvq_format* q8_0 = nullptr;
+    CHECK(kvq_format_find("q8_0", KVQ_KEY, nullptr, &q8_0) == KVQ_OK);
+    kvq_rows ggml{};
+    ggml.format = q8_0;
+    ggml.data = rows_of_q8.data();
+    ggml.token_stride = 68;
+    std::int64_t bad = -1;
+    CHECK(kvq_write_rows(&ggml, &one_block, 3, &mlx_q, &bad, nullptr) == KVQ_OK);
+    CHECK(bad == 0);
+    CHECK(kvq_read_rows(&ggml, &one_block, 3, &mlx_o, nullptr) == KVQ_OK);
+    CHECK(std::abs(mlx_out[63] - 1.0f) < 1e-3f);
+    CHECK(kvq_convert_rows(&mlx, &one_block, &ggml, &one_block, 64, &bad, nullptr) == KVQ_OK);
+    CHECK(std::all_of(rows_of_q8.begin(), rows_of_q8.end(), [](std::uint8_t byte) { return byte == 0; }));
+    CHECK_REFUSED(kvq_read_rows(&ggml, &one_block, 4, &mlx_o, nullptr), KVQ_ERROR_ARGUMENT,
+                  "tokens 4 to 5 of a sequence of 4");
+    CHECK_REFUSED(kvq_write_rows(&ggml, &one_block, -1, &mlx_q, &bad, nullptr), KVQ_ERROR_ARGUMENT,
+                  "tokens -1 to 0");
+    kvq_row_blocks two_heads = one_block;
+    two_heads.kv_heads = 2;
+    CHECK_REFUSED(kvq_read_rows(&ggml, &two_heads, 0, &mlx_o, nullptr), KVQ_ERROR_ARGUMENT,
+                  "x has 1 heads, but the blocks 2 kv heads");
+    CHECK_REFUSED(kvq_convert_rows(&mlx, &one_block, &ggml, &two_heads, 64, nullptr, nullptr),
+                  KVQ_ERROR_ARGUMENT, "4 tokens of 1 kv heads, to 4 of 2");
+    CHECK_REFUSED(kvq_attend_rows(&ggml, &ggml, &two_heads, &mlx_q, &mlx_o, nullptr), KVQ_ERROR_ARGUMENT,
+                  "0 from head to head and 0 from block to block, but rows of 68 bytes");
+    auto with_lse = init<kvq_attend_options>();
+    with_lse.lse = mlx_out.data();
+    CHECK_REFUSED(kvq_read_rows(&ggml, &one_block, 0, &mlx_o, &with_lse), KVQ_ERROR_ARGUMENT, "mods or lse");
+    CHECK(kvq_format_free(q8_0) == KVQ_OK);
     CHECK(kvq_format_free(records) == KVQ_OK);
     CHECK_REFUSED(kvq_sequence_erase(f.s, -1, 5), KVQ_ERROR_ARGUMENT, "-1");
     CHECK_REFUSED(kvq_sequence_erase(f.s, 5, 10), KVQ_ERROR_ARGUMENT, "rotary");

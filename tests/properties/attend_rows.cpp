@@ -398,7 +398,7 @@ TEST_CASE("records in the memory of other systems: attention is that of double o
     check(kvq::rotated_records(kvq::int4_token_head));
 }
 
-/// make(i): memory i of two, which hold the same tokens in blocks[i]: its rows are read, written anew and moved
+/// make(i): memory i of two, which hold the same tokens in blocks[i]. Rows are read, written anew and moved
 /// to the other one. x: what they were quantized from, [tokens][heads][dim].
 template <class Make>
 void check_copies(const Make& make, const kvq::row_blocks (&blocks)[2], const std::vector<float>& x,

@@ -721,6 +721,12 @@ extern "C" {
         options: *const kvq_attend_options) -> kvq_status;
     pub fn kvq_attend_rows(keys: *const kvq_rows, values: *const kvq_rows, blocks: *const kvq_row_blocks,
         q: *const kvq_tensor, out: *const kvq_tensor, options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_read_rows(rows: *const kvq_rows, blocks: *const kvq_row_blocks, first: i32, out: *const kvq_tensor,
+        options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_write_rows(rows: *const kvq_rows, blocks: *const kvq_row_blocks, first: i32, x: *const kvq_tensor,
+        not_finite: *mut i64, options: *const kvq_attend_options) -> kvq_status;
+    pub fn kvq_convert_rows(from: *const kvq_rows, of_from: *const kvq_row_blocks, to: *const kvq_rows,
+        of_to: *const kvq_row_blocks, dim: i32, not_finite: *mut i64, options: *const kvq_attend_options) -> kvq_status;
     pub fn kvq_sequence_select(sequence: *const kvq_sequence, layer: i32, q: *const kvq_tensor, weights: *const f32,
         best: i32, out: *mut i32, options: *const kvq_attend_options) -> kvq_status;
     pub fn kvq_sequence_append_draft(sequence: *mut kvq_sequence, layer: i32, k: *const kvq_tensor,
