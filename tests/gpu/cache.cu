@@ -2988,16 +2988,17 @@ void check_spliced_plans(key_statistics statistics) {
     std::vector<float16> keys, values;
     const auto ok = [](const cuda::status& s) { CHECK(s, "spliced plans: %s", s.message); };
     std::size_t loud = 0;  // of each sequence another channel of seven, so that plans differ
-    const auto make = [&](int n) {
-        const cuda::sequence_id id = c.gpu.new_sequence();
+    const auto make = [&](int n, both_caches* in = nullptr) {
+        cuda::cache& gpu = in != nullptr ? in->gpu : c.gpu;
+        const cuda::sequence_id id = gpu.new_sequence();
         c.write(r, keys, values, n);
         for (std::size_t i = 0; i < keys.size(); ++i)
             if (i % dim % 7 == loud) keys[i] = float16(4.0f * static_cast<float>(keys[i]));
         c.k.upload(keys);
         ++loud;
-        ok(c.gpu.begin_prompt(id, n, c.stream));
+        ok(gpu.begin_prompt(id, n, c.stream));
         for (int layer = 0; layer < layers; ++layer)
-            ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+            ok(gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
         CUDA_OK(cudaStreamSynchronize(c.stream));
         return id;
     };
@@ -3009,14 +3010,44 @@ void check_spliced_plans(key_statistics statistics) {
     }
     cuda::sequence_id from = make(3 * page + 9);
     const cuda::sequence_id to = make(page);
+    // To the CPU, and back to a cache that may be another one.
+    const auto away = [&](cuda::sequence_id& id, both_caches& back) {
+        kvq::sequence there = c.cpu.new_sequence();
+        ok(cuda::offload(c.gpu, id, there, c.stream));
+        if (&back == &c) ok(c.gpu.free(id));
+        ok(cuda::onload(there, back.gpu, id, c.stream));
+    };
+    const auto splices = [&](both_caches& in, cuda::sequence_id other, cuda::sequence_id id) {
+        ok(in.gpu.trim(other, 3 * page));
+        ok(in.gpu.splice(other, id, page, 2 * page, c.stream));
+        ok(in.gpu.free(other));
+    };
     if (statistics == key_statistics::shared) {  // one that was away has that plan still
-        kvq::sequence away = c.cpu.new_sequence();
-        ok(cuda::offload(c.gpu, from, away, c.stream));
-        ok(c.gpu.free(from));
-        ok(cuda::onload(away, c.gpu, from, c.stream));
-        const cuda::sequence_id other = make(3 * page);
-        ok(c.gpu.splice(other, from, page, 2 * page, c.stream));
-        ok(c.gpu.free(other));
+        away(from, c);
+        splices(c, make(3 * page), from);
+        // Nor has a cache another one where it comes first.
+        both_caches fresh({.sinks = 0, .rollback = 0, .statistics = statistics, .statistics_tokens = 150});
+        cuda::sequence_id id = from;
+        away(id, fresh);
+        splices(fresh, make(3 * page, &fresh), id);
+    } else {  // forks have one plan, one of them away, or both
+        for (const bool both : {false, true}) {
+            cuda::sequence_id fork{};
+            ok(c.gpu.fork(from, fork, c.stream));
+            if (both) {
+                kvq::sequence there[2] = {c.cpu.new_sequence(), c.cpu.new_sequence()};
+                ok(cuda::offload(c.gpu, from, there[0], c.stream));
+                ok(cuda::offload(c.gpu, fork, there[1], c.stream));
+                ok(c.gpu.free(from));
+                ok(c.gpu.free(fork));
+                ok(c.gpu.free(make(3 * page)));  // its plan lies where theirs was
+                ok(cuda::onload(there[0], c.gpu, from, c.stream));
+                ok(cuda::onload(there[1], c.gpu, fork, c.stream));
+            } else {
+                away(fork, c);
+            }
+            splices(c, fork, from);
+        }
     }
     const cuda::status s = c.gpu.splice(to, from, page, 3 * page, c.stream);
     if (statistics == key_statistics::own) {

@@ -492,7 +492,9 @@ struct cache_access {
         for (std::size_t i = 0; i < plans.size(); ++i) {
             take_pages(gpu.groups_[i], plans[i]);
             if (plans[i].plans.any())
-                if (status s = plans[i].plans.place(gpu.groups_[i], plans[i].pages.plan, stream); !s)
+                if (status s =
+                        plans[i].plans.place(gpu.groups_[i], made_plans(gpu, i), plans[i].pages.plan, stream);
+                    !s)
                     return s;
             gpu.entry_of(id).pages[i] = plans[i].pages;
         }
@@ -506,8 +508,20 @@ struct cache_access {
         if (gpu.states_ && result)
             result = onload_state(from.state(), *gpu.states_, *gpu.entry_of(id).state, stream);
         if (result) result = wait(stream);
-        if (result) made = fresh.take();
+        if (!result) return result;
+        for (std::size_t i = 0; i < plans.size(); ++i)
+            if (plans[i].plans.whole(gpu.groups_[i])) adopt_plan(gpu.groups_[i], plans[i].pages.plan);
+        made = fresh.take();
         return result;
+    }
+    /// Plans of the cache's sequences in a group. That of a prompt that has begun is still to be made.
+    static std::vector<page_ref> made_plans(const cache& gpu, std::size_t group) {
+        std::vector<page_ref> list;
+        for (const cache::entry& e : gpu.entries_)
+            if (e.alive && e.pages[group].plan &&
+                e.pages[group].plan.get() != gpu.groups_[group].plans.begun.get())
+                list.push_back(e.pages[group].plan);
+        return list;
     }
     static status onload_layer(const layer_group& of, int member, const planned_group& plan,
                                const resource_vector<page_table>& tables, page_pool& scratch, page_list& held,

@@ -69,27 +69,27 @@ public:
     }
     /// Has the sequence keys that a plan, or the even one, must read?
     bool any() const noexcept { return any_; }
-    /// The plan page of a sequence: one that the cache has for several, where that holds what is known of
-    /// its plans, so that splice() finds one plan; else a new one, of which a page is free. Waits for the
-    /// stream.
-    status place(layer_group& g, page_ref& plan, cudaStream_t stream) const {
-        std::vector<std::uint16_t> words, there(static_cast<std::size_t>(g.plans.words()));
-        for (const page_ref& known : {g.plans.even, g.plans.shared}) {
-            bool same = static_cast<bool>(known);
-            for (int member = 0; member < g.shape.layers && same; ++member) {
-                if (status s = copy(g, member, known->number, there, cudaMemcpyDeviceToHost, stream); !s)
+    /// The plan page of a sequence: the even one, or one of `known` that holds what is known of its plans, so
+    /// that splice() finds one plan; else a new one, of which a page is free. Waits for the stream.
+    status place(layer_group& g, std::vector<page_ref> known, page_ref& plan, cudaStream_t stream) const {
+        known.insert(known.begin(), {g.plans.even, g.plans.shared});
+        const auto each = static_cast<std::size_t>(g.plans.words());
+        // One copy of all plans of the first layer tells them apart.
+        std::vector<std::uint16_t> words, there(each),
+            of_first(each * static_cast<std::size_t>(g.plans.pages.memory().pages));
+        if (status s = copy(g, 0, 0, of_first, cudaMemcpyDeviceToHost, stream); !s) return s;
+        std::vector<std::uint16_t> own;
+        write(g, 0, own);
+        for (const page_ref& page : known) {
+            bool same = page && are_of(g, 0, own, &of_first[each * static_cast<std::size_t>(page->number)]);
+            for (int member = 1; member < g.shape.layers && same; ++member) {
+                if (status s = copy(g, member, page->number, there, cudaMemcpyDeviceToHost, stream); !s)
                     return s;
                 write(g, member, words);
-                for (int f = 0; f < g.kinds(); ++f) {
-                    if (!of(member, f) && even_[at(member, f)] == 0) continue;
-                    const auto from = static_cast<std::ptrdiff_t>(first(g, f));
-                    same = same && std::equal(words.begin() + from,
-                                              words.begin() + from + g.shape.kv_heads * words_of(g, f),
-                                              there.begin() + from);
-                }
+                same = are_of(g, member, words, there.data());
             }
             if (!same) continue;
-            plan = known;
+            plan = page;
             return {};
         }
         plan = g.plans.pages.pages().take();
@@ -99,8 +99,25 @@ public:
         }
         return {};
     }
+    /// Has every layer a plan for the pages to come, as one that a prompt has made?
+    bool whole(const layer_group& g) const noexcept {
+        for (int member = 0; member < g.shape.layers; ++member)
+            if (!any_ || !g.plans.takes(g.target) || !of(member, g.target)) return false;
+        return true;
+    }
 
 private:
+    /// Are numbers of a layer, of formats of which something is known, those of its plans?
+    bool are_of(const layer_group& g, int member, const std::vector<std::uint16_t>& words,
+                const std::uint16_t* there) const {
+        for (int f = 0; f < g.kinds(); ++f) {
+            if (!of(member, f) && even_[at(member, f)] == 0) continue;
+            const auto from = words.begin() + static_cast<std::ptrdiff_t>(first(g, f));
+            if (!std::equal(from, from + g.shape.kv_heads * words_of(g, f), there + first(g, f)))
+                return false;
+        }
+        return true;
+    }
     /// The numbers of a layer's plans.
     void write(const layer_group& g, int member, std::vector<std::uint16_t>& words) const {
         words.assign(static_cast<std::size_t>(g.plans.words()), 0);
