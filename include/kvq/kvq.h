@@ -569,8 +569,9 @@ KVQ_API kvq_status kvq_attend_rows(const kvq_rows* keys, const kvq_rows* values,
                                    const kvq_tensor* q, const kvq_tensor* out,
                                    const kvq_attend_options* options);
 
-/// Tokens [first, first + out.tokens) of such memory, out: [n][kv_heads][dim], rounded once: to read a cache of
-/// another system, or to append it to one of kvq. options: mods and lse are NULL. KVQ_ERROR_ARGUMENT as above.
+/// Tokens [first, first + out.tokens) of such memory, out: [n][kv_heads][dim], rounded once: to read a cache
+/// of another system, or to append it to one of kvq. options: mods and lse are NULL. KVQ_ERROR_ARGUMENT as
+/// above.
 KVQ_API kvq_status kvq_read_rows(const kvq_rows* rows, const kvq_row_blocks* blocks, int32_t first,
                                  const kvq_tensor* out, const kvq_attend_options* options);
 /// Writes tokens [first, first + x.tokens) of it, by the rule of the rows' format. The memory is the caller's
@@ -579,8 +580,8 @@ KVQ_API kvq_status kvq_read_rows(const kvq_rows* rows, const kvq_row_blocks* blo
 KVQ_API kvq_status kvq_write_rows(const kvq_rows* rows, const kvq_row_blocks* blocks, int32_t first,
                                   const kvq_tensor* x, int64_t* not_finite,
                                   const kvq_attend_options* options);
-/// All tokens of one memory become those of another one, of any format, block size and order, with rows of dim
-/// channels: bytes are copied where both formats are the same, else written as by kvq_write_rows.
+/// All tokens of one memory become those of another one, of any format, block size and order, with rows of
+/// dim channels: bytes are copied where both formats are the same, else written as by kvq_write_rows.
 KVQ_API kvq_status kvq_convert_rows(const kvq_rows* from, const kvq_row_blocks* of_from, const kvq_rows* to,
                                     const kvq_row_blocks* of_to, int32_t dim, int64_t* not_finite,
                                     const kvq_attend_options* options);
