@@ -78,6 +78,7 @@ class OtherMemory(Base):
         self.records_of_latents()
         self.scales_of_heads()
         self.memory_of_mlx()
+        self.copies_of_rows()
         for name, given in (("data", {}), ("scales", {"scales": [[1]]})):
             with self.assertRaisesRegex(TypeError, f"{name} is a list, neither a numpy array"):
                 kvq.Rows("fp8", [[1, 2]] if name == "data" else memory[0][0], **given)
@@ -162,6 +163,47 @@ class OtherMemory(Base):
         few = kvq.Rows("mlx-4-g64", of[0], order="HND", scales=of[1])
         with self.assertRaisesRegex(kvq.ArgumentError, "64 bytes, 4 of scales and 0 of biases .* 128 channels take 64, 4 and 4"):
             kvq.attend_rows(few, few, q, tokens=tokens)
+
+    def copies_of_rows(self):
+        """Pages of FP8 to pages of another size, to q8_0 cells, to a cache of kvq and back."""
+        tokens, dim, scale = 50, 64, 0.5
+        pages = np.zeros((8, 16, KV, dim), np.uint8)
+        fp8, table, x = kvq.Rows("fp8", pages, tensor_scale=scale), self.rng.permutation(8), self.tensor(tokens, KV, dim)
+        self.assertEqual(kvq.write_rows(fp8, x[:20], block_table=table), 0)
+        self.assertEqual(kvq.write_rows(fp8, x[20:], first=20, block_table=table, threads=kvq.Threads(2)), 0)
+        of = kvq.Format("fp8", "key")
+        held = scale * of.dequantize(of.quantize(x / np.float32(scale)), np.empty_like(x))
+        read = kvq.read_rows(fp8, np.empty_like(x), block_table=table)
+        self.assertTrue((read == held).all())
+        self.assertTrue((kvq.read_rows(fp8, np.empty((5, KV, dim), np.float16), first=31, block_table=table) == held[31:36]).all())
+        heads_first = np.zeros((2, KV, 64, dim), np.uint8)
+        kvq.convert_rows(fp8, kvq.Rows("fp8", heads_first, order="HND", tensor_scale=scale), tokens=tokens, dim=dim,
+                         source_table=table, target_table=[1])
+        order = (table[:, None] * 16 + np.arange(16)).reshape(-1)[:tokens]
+        self.assertTrue((heads_first[1, :, :tokens].transpose(1, 0, 2) == pages.reshape(-1, KV, dim)[order]).all())
+        cells = np.zeros((60, 1, KV, dim // 32 * 34), np.uint8)
+        q8_0, of_cells = kvq.Rows("q8_0", cells), self.rng.permutation(60)
+        self.assertEqual(kvq.convert_rows(fp8, q8_0, tokens=tokens, dim=dim, source_table=table, target_table=of_cells), 0)
+        rows = np.frombuffer(kvq.Format("q8_0", "key").quantize(held), np.uint8).reshape(KV, -1)[:, : tokens * 68].reshape(KV, tokens, 68)
+        self.assertTrue((cells[of_cells[:tokens], 0] == rows.transpose(1, 0, 2)).all())
+        sequence = kvq.Cache(1, KV, dim, "std4", page_tokens=32, sinks=0, recent=0).new_sequence()
+        sequence.append(0, read, read)
+        back = np.empty_like(x)
+        sequence.dequantize(0, "key", back)
+        x[3, 0, 7] = np.nan
+        self.assertEqual(kvq.write_rows(fp8, x, block_table=table), 1)
+        kvq.write_rows(fp8, back, block_table=table)
+        error = np.square(kvq.read_rows(fp8, np.empty_like(x), block_table=table) - held).sum() / np.square(held).sum()
+        self.assertTrue(0 < error < 1.2e-2, error)
+        with self.assertRaisesRegex(kvq.ArgumentError, "50 tokens need 4 blocks of 16, but the table has 3"):
+            kvq.read_rows(fp8, back, block_table=table[:3])
+        with self.assertRaisesRegex(kvq.ArgumentError, "tokens -1 to 49 of a sequence of 49"):
+            kvq.read_rows(fp8, back, first=-1, block_table=table)
+        with self.assertRaisesRegex(kvq.ArgumentError, "rows have 64 bytes, 0 of scales .* but 32 channels take 32, 0 and 0"):
+            kvq.write_rows(fp8, self.tensor(1, KV, 32))
+        pages.flags.writeable = False
+        with self.assertRaisesRegex(kvq.ArgumentError, "data of the rows cannot be written"):
+            kvq.write_rows(kvq.Rows("fp8", pages), x)
 
     def scales_of_heads(self):
         scales = self.rng.uniform(0.5, 2, KV).astype(np.float32)

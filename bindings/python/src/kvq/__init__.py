@@ -19,7 +19,7 @@ from ._library import library as _library
 from ._prefix_cache import Match, PrefixCache, PrefixCacheStatistics
 from ._reports import (CacheInfo, ChosenTokens, Footprint, RequantizeReport, SelectionReport, SkippingReport, Snapshot,
                        StepDownPolicy, StepDownReport, Tier, Usage)
-from ._rows import Rows, attend_rows
+from ._rows import Rows, attend_rows, convert_rows, read_rows, write_rows
 from ._sequence import Receiver, Ring, Sequence
 
 __version__: str = _library.kvq_version().decode()
@@ -30,7 +30,7 @@ __all__ = [
     "FormatDescription", "FormatEntry", "HandleError", "InternalError", "Layer", "Match", "Mods", "OutOfMemoryError",
     "PrefixCache", "PrefixCacheStatistics", "Receiver", "RequantizeReport", "Ring", "Rotary", "Rows", "SelectionReport",
     "Sequence", "SkippingReport", "Snapshot", "StatePart", "Statistics", "StepDownPolicy", "StepDownReport", "StructError",
-    "Threads", "Tier", "UnsupportedError", "Usage", "Workspace", "attend_rows", "chunked_attention", "cross_layer", "formats",
-    "full_attention", "index_layer", "latent_attention",
-    "shared_with", "sliding_attention", "state_layer",
+    "Threads", "Tier", "UnsupportedError", "Usage", "Workspace", "attend_rows", "chunked_attention", "convert_rows", "cross_layer",
+    "formats", "full_attention", "index_layer", "latent_attention", "read_rows", "shared_with", "sliding_attention", "state_layer",
+    "write_rows",
 ]

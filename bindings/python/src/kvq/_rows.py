@@ -1,4 +1,4 @@
-"""Attention over keys and values that another system keeps, in its bytes and its memory."""
+"""Attention over keys and values that another system keeps, in its bytes and its memory; copies to and from them."""
 from __future__ import annotations
 
 import ctypes
@@ -90,6 +90,16 @@ class Rows:
             raise ArgumentError(f"kvq: {name} have {given} bytes, {scales} of scales and {of_biases} of biases a token and head, "
                                 f"but {dim} channels take {row.value}, {beside.value} and {biases.value}")
 
+    def _blocks(self, table: Optional[Iterable[int]], tokens: int, name: str = "block_table") -> _abi.kvq_row_blocks:
+        held, blocks = integers(range(self.blocks) if table is None else table, name)
+        return _abi.kvq_row_blocks(table=ctypes.cast(held, ctypes.POINTER(ctypes.c_int32)), blocks=blocks,
+                                   block_tokens=self.block_tokens, memory_blocks=self.blocks, tokens=tokens, kv_heads=self.kv_heads)
+
+    def _expect_writable(self, name: str) -> None:
+        for x, of in zip(self._held, ("data", "scales", "biases")):
+            if x is not None:
+                _memory(x, f"{of} of {name}", True)
+
 
 def attend_rows(keys: Rows, values: Rows, q: Tensor, *, tokens: int, block_table: Optional[Iterable[int]] = None,
                 value_dim: Optional[int] = None, out: Optional[Tensor] = None, mods: Optional[Mods] = None,
@@ -116,14 +126,50 @@ def attend_rows(keys: Rows, values: Rows, q: Tensor, *, tokens: int, block_table
     if out is None:
         out = empty_beside(q, (of_q.tokens, of_q.heads, dim))
     of_out = tensor(out, "out", write=True)
-    table, blocks = integers(range(keys.blocks) if block_table is None else block_table, "block_table")
     keys._expect_channels(of_q.dim, "keys")
     if values is not keys or of_out.dim > of_q.dim:
         values._expect_channels(of_out.dim, "values")
-    of = _abi.kvq_row_blocks(table=ctypes.cast(table, ctypes.POINTER(ctypes.c_int32)), blocks=blocks,
-                             block_tokens=keys.block_tokens, memory_blocks=keys.blocks, tokens=tokens, kv_heads=keys.kv_heads)
+    of = keys._blocks(block_table, tokens)
     row_sums = rows(lse, (of_q.tokens, of_q.heads), "lse")
     Call(mods, threads, workspace, row_sums).run(
         library.kvq_attend_rows, ctypes.byref(keys._c), ctypes.byref(values._c), ctypes.byref(of), ctypes.byref(of_q),
         ctypes.byref(of_out))
     return out
+
+
+def read_rows(source: Rows, out: Tensor, *, first: int = 0, block_table: Optional[Iterable[int]] = None,
+              threads: Optional[Threads] = None, workspace: Optional[Workspace] = None) -> Any:
+    """Reads tokens [first, first + n) of a sequence that another system keeps into out, [n][kv_heads][dim], and returns it: for
+    Sequence.append, or for a system that keeps floats."""
+    of_out = tensor(out, "out", write=True)
+    source._expect_channels(of_out.dim, "rows")
+    of = source._blocks(block_table, first + of_out.tokens)
+    Call(None, threads, workspace).run(library.kvq_read_rows, ctypes.byref(source._c), ctypes.byref(of), first, ctypes.byref(of_out))
+    return out
+
+
+def write_rows(target: Rows, x: Tensor, *, first: int = 0, block_table: Optional[Iterable[int]] = None,
+               threads: Optional[Threads] = None, workspace: Optional[Workspace] = None) -> int:
+    """Writes x, [n][kv_heads][dim], as tokens [first, first + n) of a sequence that another system keeps, in its bytes. Returns how
+    many values were NaN, which become the number nearest to zero, or infinite, which saturate."""
+    of_x = tensor(x, "x")
+    target._expect_channels(of_x.dim, "rows")
+    target._expect_writable("the rows")
+    of, bad = target._blocks(block_table, first + of_x.tokens), ctypes.c_int64()
+    Call(None, threads, workspace).run(library.kvq_write_rows, ctypes.byref(target._c), ctypes.byref(of), first, ctypes.byref(of_x),
+                                       ctypes.byref(bad))
+    return bad.value
+
+
+def convert_rows(source: Rows, target: Rows, *, tokens: int, dim: int, source_table: Optional[Iterable[int]] = None,
+                 target_table: Optional[Iterable[int]] = None, threads: Optional[Threads] = None,
+                 workspace: Optional[Workspace] = None) -> int:
+    """Tokens [0, tokens) of one memory, of `dim` channels a head, become those of another one: formats, blocks and orders may
+    differ. Bytes are copied where both formats are the same. Returns what write_rows returns."""
+    source._expect_channels(dim, "rows of the source")
+    target._expect_channels(dim, "rows of the target")
+    target._expect_writable("the target")
+    of, to, bad = source._blocks(source_table, tokens), target._blocks(target_table, tokens, "target_table"), ctypes.c_int64()
+    Call(None, threads, workspace).run(library.kvq_convert_rows, ctypes.byref(source._c), ctypes.byref(of), ctypes.byref(target._c),
+                                       ctypes.byref(to), dim, ctypes.byref(bad))
+    return bad.value
