@@ -153,6 +153,26 @@ TEST_CASE_TEMPLATE("NaN and infinities that were quantized do not reach the outp
     CHECK(error.of_terms <= bound);
 }
 
+TEST_CASE("a small value that outweighs large ones is off by a step of 16-bit values, for any queries") {
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 2, .value_dim = 1};
+    for (const float small : {0.01f, 0.1f, 0.7f})
+        for (const int rows : {1, 20}) {
+            test::plain_cache cache(shape, {.page_tokens = 32});
+            test::tensor<float> k(64, 1, 2), v(64, 1, 1), q(rows, 1, 2), out(rows, 1, 1);
+            k.view().at(7, 0)[0] = 6.0f;
+            for (int t = 0; t < 64; ++t) v.view().at(t, 0)[0] = t % 2 ? -3.0f : 2.9f;
+            v.view().at(7, 0)[0] = small;
+            for (int i = 0; i < rows; ++i) q.view().at(i, 0)[0] = 6.0f;
+            auto sequence = cache.new_sequence();
+            sequence.append(0, k.view(), v.view());
+            sequence.attend(0, q.view(), out.view());
+            const float held = static_cast<float>(kvq::float16(small));
+            INFO(small, ", ", rows, " query tokens");
+            for (const float x : out.values()) CHECK(std::fabs(x - held) <= 3.0f * 0x1p-14f);
+            CHECK(measure_attention(cache, sequence, 0, q).of_terms <= bound);
+        }
+}
+
 // From 16 query rows on, 16-bit pages may be multiplied as integers (cpu/window/word_product.hpp): then the
 // same rows alone are within the bound, not the same bits.
 TEST_CASE_TEMPLATE("the result does not depend on what else is asked: last row of a prefill, single heads", C,
