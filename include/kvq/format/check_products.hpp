@@ -41,8 +41,8 @@ inline void check_products(const format& f, const block_shape& shape, const std:
     of.quantize_values(f.scheme(), shape, id, values.data(), block);
     of.dequantize(f.scheme(), shape, id, block, float_type::fp32, values.data(), shape.dim, scratch.data());
 
-    // Weights are positive. One channel of four of a query is not, but the sum of any number is far from 0, so
-    // that a wrong zero or bias shows; so is the first one, which is that sum behind a Hadamard matrix.
+    // Weights are positive. One channel of four of a query is not, but the sum of any number is far from 0,
+    // so that a wrong zero or bias shows; so is the first one, which is that sum behind a Hadamard matrix.
     std::vector<float> x((key ? dim : tokens) + slack), y((key ? tokens : dim) + slack);
     for (std::size_t i = 0; i < x.size(); ++i) {
         x[i] = std::fabs(noise());
