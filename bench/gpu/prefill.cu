@@ -160,18 +160,25 @@ void rows(const char* name, bool json, bool quick, const char* baseline) {
     constexpr int page_tokens = Format::page_tokens;
     using window_format = cuda::block_pair<full<float16>, full<float16>, dim, page_tokens>;
     using sink_format = cuda::block_pair<full<float16>, full<float16>, dim, 16>;
+    // Pages of a token: all of the text, as an engine has them.
+    constexpr bool whole = cuda::detail::split_slices<Format>;
+    constexpr int behind = whole ? 0 : sinks;
     for (const int context : {32768, 131072})
         for (const int chunk : {512, 2048}) {
             if (quick && (context != 32768 || chunk != 2048)) continue;
             int* const tokens = bench::on_device(std::vector<int>{context});
             int* const starts = bench::on_device(std::vector<int>{0, chunk});
             const bool planned = std::strstr(name, "-plan") != nullptr;
-            const pages_of<Format> pages((context - sinks) / page_tokens + 1, tokens, sinks, planned);
+            const pages_of<Format> pages((context - behind) / page_tokens + 1, tokens, behind, planned);
             const pages_of<window_format> window(cuda::window_columns(recent, page_tokens), tokens, sinks);
             const pages_of<sink_format> sink(1, tokens, 0);
-            const auto cache =
-                cuda::make_mixed(recent, cuda::behind_window(pages.ref), cuda::in_window(window.ref),
-                                 cuda::sink_tokens(sink.ref, sinks));
+            const auto cache = [&] {
+                if constexpr (whole)
+                    return cuda::make_mixed(0, pages.ref);
+                else
+                    return cuda::make_mixed(recent, cuda::behind_window(pages.ref),
+                                            cuda::in_window(window.ref), cuda::sink_tokens(sink.ref, sinks));
+            }();
             const auto size = static_cast<std::size_t>(chunk * dim);
             float16 *const q = random_numbers(size * q_heads), *const k = random_numbers(size * heads),
                            *const v = random_numbers(size * heads + 8),
@@ -201,7 +208,8 @@ void rows(const char* name, bool json, bool quick, const char* baseline) {
             BENCH_OK(cudaMalloc(&value_floats, all * row * 4));
             const token_view<float> key_view(key_floats, context + chunk, heads, dim),
                 value_view(value_floats, context + chunk, heads, dim);
-            const int committed = cuda::committed_pages(context - sinks, recent, page_tokens) * page_tokens;
+            const int committed =
+                whole ? context : cuda::committed_pages(context - sinks, recent, page_tokens) * page_tokens;
             // The window's pages by their place in the ring; sinks and quantized pages as the cache has them.
             const auto dequantize = [&](auto ref, int length, int first, int at,
                                         const std::vector<int>& table) {
@@ -221,14 +229,16 @@ void rows(const char* name, bool json, bool quick, const char* baseline) {
                 BENCH_OK(cudaMemcpy(host.data(), device, host.size() * 4, cudaMemcpyDeviceToHost));
                 return host;
             };
-            dequantize(pages.ref, sinks + committed, sinks, 0,
+            dequantize(pages.ref, behind + committed, behind, 0,
                        table_of(pages.table, pages.ref.table_columns));
             const auto ring = table_of(window.table, window.ref.table_columns);
             std::vector<int> in_order;
             for (int p = committed / page_tokens; p * page_tokens < context - sinks; ++p)
                 in_order.push_back(ring[static_cast<std::size_t>(p) % ring.size()]);
-            dequantize(window.ref, context - committed, sinks, committed, in_order);
-            dequantize(sink.ref, sinks, 0, 0, table_of(sink.table, 1));
+            if constexpr (!whole) {
+                dequantize(window.ref, context - committed, sinks, committed, in_order);
+                dequantize(sink.ref, sinks, 0, 0, table_of(sink.table, 1));
+            }
             const unsigned grid = static_cast<unsigned>((size * heads + 255) / 256);
             to_floats<<<grid, 256>>>(k, key_floats + static_cast<std::size_t>(context) * row, size * heads);
             to_floats<<<grid, 256>>>(v, value_floats + static_cast<std::size_t>(context) * row, size * heads);
@@ -319,6 +329,7 @@ int main(int argc, char** argv) {
     constexpr int fp8 = row_layout_number("fp8");
     rows<row_pair<fp8>>("fp8", json, quick, baseline);
     rows<cuda::strided_rows<row_pair<fp8, 16>>>("fp8 NHD, 16", json, quick, baseline);
+    rows<cuda::strided_rows<row_pair<fp8, 1>>>("fp8 NHD, 1", json, quick, baseline);
 #elif PART == 7
     rows<row_pair<row_layout_number("nvfp4")>>("nvfp4", json, quick, baseline);
 #else

@@ -478,8 +478,7 @@ template <int... Bits>
 using widths = mixed_affine<code_widths<Bits...>, average_eighths<28>, per_channel<>>;
 static_assert(refused<rows<q8_0, fp8, 128, 64>>("the scheme alone reads its bytes"));
 static_assert(refused<rows<fp8, fp8, 384, 64>>("head_dim is not a multiple of 32 up to 256, or 512"));
-static_assert(
-    refused<cuda::strided_rows<rows<fp8, fp8, 128, 1>>>("pages have neither 16 tokens nor a multiple of 32"));
+static_assert(cuda::detail::prefills<cuda::strided_rows<rows<fp8, fp8, 128, 1>>>);
 static_assert(refused<cuda::kivi_pair<4, 64, 384, 64>>("head_dim is not a multiple of 32 up to 256, or 512"));
 static_assert(
     refused<cuda::block_pair<int8, int8, 80, 64>>("head_dim is not a multiple of 32 up to 256, or 512"));
@@ -518,6 +517,95 @@ static_assert(cuda::detail::prefills<cuda::block_pair<widths<4, 2>, int8, 256, 2
           "80 channels: %s", none.why);
 }
 #endif
+
+/// Pages of any size: the bits of a prompt over pages of 16 that hold the same rows. Pages: strided or dense.
+template <class Pages, class T>
+void check_page_sizes(const char* name) {
+    constexpr int dim = Pages::head_dim, page = Pages::page_tokens, heads = 2, group = 2,
+                  q_heads = heads * group;
+    using sixteen = cuda::block_pair<typename Pages::keys, typename Pages::values, dim, 16>;
+    static_assert(cuda::detail::split_slices<Pages> && !cuda::detail::split_slices<sixteen>);
+    test::rng r(41 + page);
+    const std::vector<int> lengths = {75, 0, 33, 150}, starts = {0, 3, 5, 22, 23};
+    const int tokens = starts.back(), most = 17;
+    test::quantized_batch<Pages> small(r, heads, lengths);
+    test::quantized_batch<sixteen> large(r, heads, lengths);
+    large.key_scheme = small.key_scheme, large.value_scheme = small.value_scheme;
+    const auto copy_rows = [&]<class S>(const S&, std::vector<std::byte>& to,
+                                        const std::vector<std::byte>& from) {
+        constexpr auto layout = S::fixed_layout();
+        constexpr std::size_t row = static_cast<std::size_t>(layout.row_bytes(dim)),
+                              scale = static_cast<std::size_t>(layout.scales_behind(dim));
+        for (std::size_t b = 0; b < lengths.size(); ++b)
+            for (int i = 0; i < lengths[b] * heads; ++i) {
+                const auto at = [&](auto& batch, auto& bytes, std::size_t block_bytes, int of) {
+                    const int number = batch.table[b * static_cast<std::size_t>(batch.columns) +
+                                                   static_cast<std::size_t>(i / heads / of)];
+                    return &bytes[static_cast<std::size_t>(number * heads + i % heads) * block_bytes];
+                };
+                const auto t = static_cast<std::size_t>(i / heads);
+                std::byte* const block =
+                    at(large, to, to.size() / static_cast<std::size_t>(large.pages * heads), 16);
+                const std::byte* const rows =
+                    at(small, from, from.size() / static_cast<std::size_t>(small.pages * heads), page);
+                std::copy_n(rows + t % page * row, row, block + t % 16 * row);
+                std::copy_n(rows + page * row + t % page * scale, scale, block + 16 * row + t % 16 * scale);
+            }
+    };
+    copy_rows(small.key_scheme, large.keys, small.keys);
+    copy_rows(small.value_scheme, large.values, small.values);
+    const auto random = [&](int n) {
+        std::vector<T> x(static_cast<std::size_t>(tokens * n * dim));
+        for (T& y : x) y = T(test::normal(r));
+        return test::device_buffer<T>(x);
+    };
+    const auto q = random(q_heads), k = random(heads), v = random(heads);
+    const test::device_buffer<int> first(starts);
+    test::device_batch<Pages> of_small(small);
+    test::device_batch<sixteen> of_large(large);
+    const auto outputs = [&](const auto& cache, bool scratch, int window) {
+        const auto mix = cuda::make_mixed(0, cache);
+        const std::size_t bytes = scratch ? cuda::prefill_scratch_bytes<T>(mix, 150, most) : 0;
+        test::device_buffer<std::byte> memory(bytes);
+        test::device_buffer<T> out(q.size());
+        const cuda::status s = cuda::prefill<T>(
+            mix, token_view<const T>(k.get(), tokens, heads, dim),
+            token_view<const T>(v.get(), tokens, heads, dim),
+            token_view<const T>(q.get(), tokens, q_heads, dim),
+            token_view<T>(out.get(), tokens, q_heads, dim), first.get(), most,
+            {.window = window, .scratch = {bytes > 0 ? memory.get() : nullptr, bytes, 150}}, nullptr);
+        CHECK(s, "%s: %s", name, s.message);
+        CUDA_OK(cudaStreamSynchronize(nullptr));
+        return out.download();
+    };
+    std::size_t wrong = 0, nans = 0;
+    const auto compare = [&](int row, int end, const std::vector<T>& a, const std::vector<T>& b) {
+        for (int i = row * q_heads * dim; i < end * q_heads * dim; ++i) {
+            const auto at = static_cast<std::size_t>(i);
+            wrong += std::memcmp(&a[at], &b[at], sizeof(T)) != 0;
+            nans += !(static_cast<float>(b[at]) == static_cast<float>(b[at]));
+        }
+    };
+    for (const bool scratch : {false, true})
+        for (const int window : {0, 40})
+            compare(0, tokens, outputs(of_small.ref, scratch, window),
+                    outputs(of_large.ref, scratch, window));
+    CHECK(wrong == 0 && nans == 0, "%s: %zu numbers differ from those of pages of 16, %zu are NaN", name,
+          wrong, nans);
+    // A page that the table lacks: rows of that sequence are NaN, others are as they were.
+    const std::vector<T> before = outputs(of_large.ref, true, 0);
+    small.table[static_cast<std::size_t>(2 * small.columns + 20 / page)] = -1;
+    of_small.table.upload(small.table);
+    for (const bool scratch : {false, true}) {
+        const std::vector<T> lacking = outputs(of_small.ref, scratch, 0);
+        if (scratch) compare(0, starts[2], lacking, before), compare(starts[3], tokens, lacking, before);
+        for (int i = starts[2] * q_heads * dim; i < starts[3] * q_heads * dim; ++i)
+            nans += !(static_cast<float>(lacking[static_cast<std::size_t>(i)]) ==
+                      static_cast<float>(lacking[static_cast<std::size_t>(i)]));
+    }
+    CHECK(wrong == 0 && nans == std::size_t{2} * 17 * q_heads * dim,
+          "%s: %zu other numbers differ, %zu are NaN where a page is lacking", name, wrong, nans);
+}
 
 int main() {
 #if !defined(PART) || PART == 0
@@ -597,6 +685,10 @@ int main() {
     check_format<cuda::strided_rows<rows<nvfp4, fp8, 128, 16>>, float16>("nvfp4, fp8, NHD with gaps", few);
     check_format<cuda::strided_rows<rows<fp8, mxfp8, 128, 32>>, bfloat16, rows<fp8, fp8, 128, 32>>(
         "fp8, mxfp8, NHD, beside fp8", few);
+    check_page_sizes<cuda::strided_rows<rows<fp8, fp8, 128, 1>>, float16>("fp8, NHD, pages of 1");
+    check_page_sizes<cuda::strided_rows<rows<nvfp4, fp8_e5m2, 64, 3>>, bfloat16>(
+        "nvfp4, fp8-e5m2, pages of 3");
+    check_page_sizes<rows<mxfp8, nvfp4, 64, 24>, float16>("mxfp8, nvfp4, pages of 24");
 #ifdef __CUDACC__
     check_format<rows<fp8, mxfp4, 512, 64>, bfloat16>("fp8, mxfp4, head_dim 512", few);
 #endif

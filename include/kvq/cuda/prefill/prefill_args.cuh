@@ -208,12 +208,13 @@ __device__ __forceinline__ void find_order(const Args& a, prefill_block& block) 
         });
 }
 
-/// The pages of a tile, one entry of 16 tokens a lane.
+/// The pages of a tile, one entry of 16 tokens a lane; of split_slices, 0 where there are tokens.
 template <class Pair>
 __device__ __forceinline__ int page_of_lane(const cache_part<Pair>& part, int sequence, int first, int end,
                                             int tile, int lane) {
     const int token = first + lane * 16;
     if (lane >= tile / 16 || token >= end) return -1;
+    if constexpr (split_slices<Pair>) return 0;
     const int page = token / Pair::page_tokens;
     const int column = part.range == page_range::window ? page % part.cache.table_columns : page;
     return __ldg(part.cache.block_table + part.cache.table_entry(sequence, column));

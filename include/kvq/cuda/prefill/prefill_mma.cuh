@@ -176,8 +176,8 @@ struct mma_rows {
         const auto page_at = [&](int first) {
             return page_of_lane(part, block.sequence, first, range.end, tile, lane);
         };
-        const blocks_in_memory<tensor::key, pair> keys_of{&part.cache, block.kv_head};
-        const blocks_in_memory<tensor::value, pair> values_of{&part.cache, block.kv_head};
+        const blocks_in_memory<tensor::key, pair> keys_of{&part.cache, block.kv_head, block.sequence};
+        const blocks_in_memory<tensor::value, pair> values_of{&part.cache, block.kv_head, block.sequence};
         using key_cells_type = warp_cells<tensor::key, pair, tile, Dim, has_widths<Args>>;
         if constexpr (shape::large) return large_pages(part, range, sinks, keys_of, values_of, page_at);
         const typename key_cells_type::lane_channel channel(part.cache, block.sequence, block.kv_head, warp,

@@ -160,7 +160,7 @@ struct ready_producer {
         const int own_page = __shfl_sync(0xffffffffu, page, lane + part * (tokens / slice_tokens));
         const tile_tokens own_tokens = tile_tokens::of(first + part * tokens, count - part * tokens,
                                                        lane < tokens / slice_tokens ? own_page : -1);
-        const blocks_in_memory<Role, pair> source{&all.cache, block.kv_head};
+        const blocks_in_memory<Role, pair> source{&all.cache, block.kv_head, block.sequence};
 #pragma unroll 1
         for (int pass = 0; pass < memory::passes; ++pass) {
             const int own_warp = warp + pass * ready_role_warps;

@@ -6,8 +6,10 @@
 //
 // Lanes of values begin with different channels of their four, so that 8 of them that store 16 bytes meet all
 // banks.
-// Contract: tiles as in prefill_tile.cuh. x^ is number times scale as half floats: the scale is that of the
-// group times that of the tensor, rounded once; of keys that have the tensor's alone, in two parts.
+// Pages of any size: where they do not hold whole slices (pages of 1), a table names every token's.
+// Contract: tiles as in prefill_tile.cuh; a token that the table of such pages does not name makes keys of
+// NaN. x^ is number times scale as half floats: the scale is that of the group times that of the tensor,
+// rounded once; of keys that have the tensor's alone, in two parts.
 #pragma once
 
 #include "../layout/row_numbers.cuh"
@@ -21,7 +23,7 @@ constexpr const char* no_row_tiles(const block_shape& s) noexcept {
     if (!row_reader<S>::reads) return own_blocks;
     if (s.dim % 32 != 0 || (s.dim > 256 && s.dim != 512))
         return "head_dim is not a multiple of 32 up to 256, or 512";
-    return s.tokens != 16 && s.tokens % 32 != 0 ? odd_pages : nullptr;
+    return nullptr;
 }
 
 template <tensor Role, class Pair, int TileRows, int TileColumns, int Warps, bool Ordered>
@@ -90,45 +92,80 @@ private:
 
     struct piece_words {
         std::uint32_t word[words] = {}, scale[scales + 1] = {};  // scale: codes, a byte each
+        [[no_unique_address]] std::conditional_t<split_slices<Pair>, bool, no_set> lacks{};
 
         template <class Source>
         __device__ __forceinline__ void load(const Source& source, const tile_tokens& tile,
                                              const piece& own) {
             if (!source.any(tile)) return;
-            const int number = source.page(tile, own.token), token = (tile.first + own.token) % page;
-            if constexpr (is_strided<Pair>) {
-                const row_memory& m = source.cache->template row_memory_of<Role>();
-                const row_address at = source.cache->template row<Role>(number, source.head, token);
-                load(own, block_in_memory{at.row}, static_cast<int>(m.token_bytes),
-                     block_in_memory{at.scales}, static_cast<int>(m.scale_token_bytes));
+            const auto& cache = *source.cache;
+            if constexpr (split_slices<Pair>) {
+                const int* const table = cache.block_table + cache.table_entry(source.sequence, 0);
+                int number[key ? 1 : 8];
+#pragma unroll
+                for (int k = 0; k < (key ? 1 : 8); ++k)
+                    number[k] = __ldg(table + token_of(tile, own, k) / page);
+                if constexpr (reader::scaled)
+#pragma unroll
+                    for (int k = 0; k < scales; ++k) scale[k] = 0;
+#pragma unroll
+                for (int k = 0; k < (key ? 1 : 8); ++k) {
+                    lacks = lacks || number[k] < 0;
+                    if (number[k] < 0) continue;
+                    const row_address at = address(source, number[k], token_of(tile, own, k) % page);
+                    load_token(own, k, block_in_memory{at.row}, block_in_memory{at.scales});
+                }
             } else {
-                const auto block = source.block(number, own.token);
-                load(own, block.from(static_cast<std::size_t>(token * row_bytes)), row_bytes,
-                     block.from(static_cast<std::size_t>(scales_at + token * scale_count)), scale_count);
+                const int number = source.page(tile, own.token), token = (tile.first + own.token) % page;
+                const row_address at = address(source, number, token);
+                int to_next = row_bytes, to_scales = scale_count;
+                if constexpr (is_strided<Pair>) {
+                    const row_memory& m = cache.template row_memory_of<Role>();
+                    to_next = static_cast<int>(m.token_bytes);
+                    to_scales = static_cast<int>(m.scale_token_bytes);
+                }
+                load(own, block_in_memory{at.row}, to_next, block_in_memory{at.scales}, to_scales);
+            }
+        }
+        __device__ __forceinline__ static int token_of(const tile_tokens& tile, const piece& own, int k) {
+            return tile.first + kvq::detail::smaller(own.token + k, tile.count - 1);
+        }
+        template <class Source>
+        __device__ __forceinline__ static row_address address(const Source& source, int number, int token) {
+            if constexpr (is_strided<Pair>) {
+                return source.cache->template row<Role>(number, source.head, token);
+            } else {
+                std::byte* const block = source.cache->template block<Role>(number, source.head);
+                return {block + token * row_bytes, block + scales_at + token * scale_count};
             }
         }
         /// From a token's row, and its scales, on; to_next, to_scales: bytes to those of the next token.
         __device__ __forceinline__ void load(const piece& own, const block_in_memory& row, int to_next,
-                                             [[maybe_unused]] const block_in_memory& scales_of_row,
-                                             [[maybe_unused]] int to_scales) {
+                                             const block_in_memory& scales_of_row, int to_scales) {
+            if constexpr (reader::scaled)
+#pragma unroll
+                for (int k = 0; k < scales; ++k) scale[k] = 0;
+#pragma unroll
+            for (int k = 0; k < (key ? 1 : 8); ++k)
+                load_token(own, k, row.from(static_cast<std::size_t>(k * to_next)),
+                           scales_of_row.from(static_cast<std::size_t>(k * to_scales)));
+        }
+        /// Token k of the piece.
+        __device__ __forceinline__ void load_token(const piece& own, int k, const block_in_memory& row,
+                                                   [[maybe_unused]] const block_in_memory& scales_of_row) {
             const auto from = row.from(static_cast<std::size_t>(own.channel / (fours ? 2 : 1)));
             if constexpr (!key) {
-#pragma unroll
-                for (int k = 0; k < 8; ++k) word[k] = from.template get < fours ? 2 : 4 > (k * to_next);
+                word[k] = from.template get < fours ? 2 : 4 > (0);
             } else if constexpr (fours) {
                 word[0] = from.template get<4>(0);
             } else {
                 const uint2 both = from.two(0);
                 word[0] = both.x, word[1] = both.y;
             }
-            if constexpr (reader::scaled) {
-                const auto of_group = scales_of_row.from(static_cast<std::size_t>(own.channel / S::channels));
-#pragma unroll
-                for (int k = 0; k < scales; ++k) scale[k] = 0;
-#pragma unroll
-                for (int k = 0; k < (key ? 1 : 8); ++k)
-                    scale[k / 4] |= of_group.template get<1>(k * to_scales) << 8 * (k % 4);
-            }
+            if constexpr (reader::scaled)
+                scale[k / 4] |=
+                    scales_of_row.from(static_cast<std::size_t>(own.channel / S::channels)).template get<1>(0)
+                    << 8 * (k % 4);
         }
     };
     float tensor_scale;
@@ -181,6 +218,8 @@ private:
         reader::of_bytes(bytes[1], x[2], x[3]);
         const float own_step = step(w.scale[0]);
         multiply(x, own_step, own_step);
+        if constexpr (split_slices<Pair>)
+            if (w.lacks) x[0] = x[1] = x[2] = x[3] = 0x7fff7fffu;
         if constexpr (key && Ordered)
             if (order != nullptr) {
                 if (own.exists)

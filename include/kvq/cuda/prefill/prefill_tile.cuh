@@ -23,6 +23,11 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 /// Tokens per entry of the list of pages of a tile; page sizes are multiples of it.
 inline constexpr int slice_tokens = 16;
 
+/// Pages of rows that do not hold whole slices: each token is looked up in the table.
+template <class Pair>
+inline constexpr bool split_slices =
+    token_row_scheme<typename Pair::keys>&& Pair::page_tokens != 16 && Pair::page_tokens % 32 != 0;
+
 /// Where a tile's columns 8 octet to 8 octet + 7 of a row stand.
 template <int Rows>
 __device__ __forceinline__ std::uint32_t octet_offset(int row, int octet) {
@@ -92,7 +97,7 @@ __device__ __forceinline__ std::uint32_t existing_columns(int count) {
 template <tensor Role, class Pair>
 struct blocks_in_memory {
     const cache_ref<Pair>* cache;
-    int head;
+    int head, sequence;
 
     /// The page to read for a token of a tile, if there is any.
     __device__ __forceinline__ int page(const tile_tokens& tile, int token_of_tile) const {
