@@ -300,6 +300,8 @@ int main(int argc, char** argv) {
     using affine4 = affine<4, per_token<128>>;
     time_lists<pair<affine4, 64>>("affine-4-g128, pages of 64", m, index, floats, dense);
     time_lists<pair<affine4, 4>>("affine-4-g128, pages of 4", m, index, floats, dense);
+    time_lists<pair<records_of<record_layout_number("mla-656")>, 64>>("mla-656, pages of 64", m, index,
+                                                                      floats, dense);
     time_values(m);
     const cuda::device_format compiled = cuda::make_device_format<float16, cuda::preset_pair<std4, 128>>();
     double all = 0.0;

@@ -138,9 +138,8 @@ template <class Pair>
 
 template <class Quantized, class Window>
 void check_format(const char* name, const char* kernel, unsigned seed) {
-    const bool clusters = std::strcmp(kernel, "latent_wgmma_kernel") == 0 &&
-                          Quantized::first_channels == 512 &&
-                          !cuda::detail::token_record_scheme<typename Quantized::keys>;
+    const bool clusters =
+        std::strcmp(kernel, "latent_wgmma_kernel") == 0 && cuda::detail::listed_in_cuts<Quantized>;
     const cuda::kernel_choice choice =
         cuda::latent_list_kernel<cuda::mixed_cache_ref<cuda::cache_part<Quantized>>, float16>(16);
     CHECK(std::strcmp(choice.kernel, kernel) == 0, "%s: the kernel is %s, %s", name, choice.kernel,

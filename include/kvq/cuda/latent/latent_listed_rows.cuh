@@ -46,21 +46,6 @@ inline constexpr const char* no_listed_tiles = []() -> const char* {
     return reason || Pair::second_channels == 0 ? reason : no_listed_rows<typename Pair::second_pair>();
 }();
 
-/// Of 16 tokens of so many octets: the token and the octet of a lane in a step.
-struct listed_place {
-    int token, octet;
-
-    template <int Octets>
-    __device__ __forceinline__ static listed_place of(int step, int lane) {
-        if constexpr (Octets % 32 == 0) {  // neighbouring lanes, one token
-            constexpr int per_token = Octets / 32;
-            return {step / per_token, step % per_token * 32 + lane};
-        } else {
-            return {(step * 32 + lane) / Octets, (step * 32 + lane) % Octets};
-        }
-    }
-};
-
 /// Channels of the 16 tokens of a tile that a warp has. Offset: of the channels' block in a page. So many
 /// warps share the tokens: the second one has the steps from `steps` on. Cuts: so many blocks of a cluster
 /// share the channels.
@@ -79,7 +64,7 @@ struct listed_rows {
         else
             return S::code_bits / 4;
     }();
-    static constexpr int row_words = Channels / 8 * octet_words;
+    static constexpr int row_words = Pair::head_dim / 8 * octet_words;
     static constexpr int group = traits::group == 0 || traits::group > Channels ? Channels : traits::group,
                          all_groups =
                              full ? 0 : kvq::detail::ceil_div(Channels, group);  // the last one may be short
@@ -91,7 +76,6 @@ struct listed_rows {
     static constexpr int sets = kvq::detail::ceil_div(groups, 2);
     static constexpr int held = kvq::detail::smaller(steps, kvq::detail::larger(1, Words / octet_words));
     using set_type = typename set_of<S>::type;
-    static constexpr bool has_lines = true;
     /// Steps that follow each other and have the same token in all lanes.
     static constexpr int per_token = octets % 32 == 0 ? octets / 32 : 1;
 
@@ -287,27 +271,41 @@ __device__ __forceinline__ void store_listed(Rows& rows, const typename Rows::to
     });
 }
 
-/// What reads the first channels of a token, and the others, if there are others.
+/// What reads the first channels of a token, and the others, if there are others. Two blocks of a cluster
+/// have 256 of the first 512 each; the others they share by tokens, or one block has them alone.
 template <class Pair, int Words, int Sharers, int Cuts>
 struct listed_parts {
-    static constexpr bool two = Pair::second_channels > 0;
-    static constexpr int first_channels = Pair::first_channels;
-    using first = listed_rows<typename Pair::first_pair, first_channels, 0, Words, Sharers, Cuts>;
-    /// Blocks of a cluster share the tokens of these.
+    using first_pair = typename Pair::first_pair;
+    static constexpr int second_channel = Cuts == 1 ? Pair::first_channels : 512,
+                         cut_channels = second_channel / Cuts, others = Pair::head_dim - second_channel;
+    static constexpr bool two = others > 0, alone = false, one_block = Pair::first_channels > second_channel;
+    using first = listed_rows<first_pair, second_channel, 0, Words, Sharers, Cuts>;
     using second =
-        listed_rows<std::conditional_t<two, typename Pair::second_pair, typename Pair::first_pair>,
-                    two ? Pair::second_channels : 64, Pair::second_block, Words / 2, Sharers * Cuts, 1>;
+        listed_rows<std::conditional_t<two && !one_block, typename Pair::second_pair, first_pair>,
+                    two ? others : 64,
+                    one_block ? std::size_t{second_channel / 8} * first::octet_words * first::height * 4
+                              : Pair::second_block,
+                    Words / 2, Sharers * Cuts, 1>;
 };
 template <class Pair, int Words, int Sharers, int Cuts>
 requires token_record_scheme<typename Pair::keys>
 struct listed_parts<Pair, Words, Sharers, Cuts> {
-    static_assert(Cuts == 1);
     using reader = record_reader<typename Pair::keys, Pair::head_dim, Pair::page_tokens>;
-    static constexpr bool two = reader::wide > 0;
-    static constexpr int first_channels = reader::scaled;
-    using first = listed_records<Pair, false, Words, Sharers>;
-    using second = listed_records<Pair, true, Words / 2, Sharers>;
+    static constexpr bool two = reader::wide > 0, alone = Cuts > 1 && Pair::head_dim == 512;
+    static constexpr int cut_channels = Cuts > 1 ? 256 : reader::scaled, second_channel = reader::scaled;
+    using first = listed_records<Pair, false, Words, Sharers, Cuts>;
+    using second = listed_records<Pair, true, Words / 2, Sharers*(alone ? 1 : Cuts)>;
 };
+/// Can two blocks of a cluster have 256 of the first channels each?
+template <class Pair>
+inline constexpr bool listed_in_cuts = [] {
+    if constexpr (token_record_scheme<typename Pair::keys>) {
+        constexpr int scaled = Pair::keys::fixed_layout().scaled_channels(Pair::head_dim);
+        return scaled == 512 || (scaled > 256 && Pair::head_dim == 512);
+    } else {
+        return Pair::first_channels == 512 || (full_precision<typename Pair::keys> && Pair::head_dim > 512);
+    }
+}();
 
 /// 16 listed tokens of a tile. Of those of the first part a warp holds what it has asked for; those of others
 /// are read when they are stored.
@@ -320,7 +318,6 @@ struct listed_sixteen {
     using first_rows = typename rows_of<0>::first;
     using second_rows = typename rows_of<0>::second;
     static constexpr bool two = rows_of<0>::two;
-
     const Args& args;
     int number;  // of the sixteen in a tile
     int share;   // of the warp among those that share them
@@ -354,12 +351,15 @@ struct listed_sixteen {
     }
     /// Brings a tile that is fetched later to the second-level cache: a cluster, whose blocks have half of
     /// the tokens each, whole pages where they have few tokens, one block alone the lines of its tokens.
-    /// With these it takes 3 % less time, a cluster 7 % more.
+    /// With these it takes 3 % less time, a cluster 7 % more. Records: a cluster, 3 %; one block would take
+    /// 4 % more.
     __device__ __forceinline__ void prefetch(const listed_token& token) const {
         using pair = pair_of<0>;
         const bool own = token.part == 0;
         const std::byte* const block = get<0>(args.parts).cache.key_block(own ? token.page : 0, 0);
-        if constexpr (Cuts == 1 && first_rows::has_lines) {
+        if constexpr (token_record_scheme<typename pair::keys>) {
+            if (Cuts > 1 && own && lane < 16 && lane / 8 == cut) first_rows::prefetch(block, token.in_page);
+        } else if constexpr (Cuts == 1) {
             first_rows::prefetch(block, token.in_page, own, lane);
             if constexpr (two) second_rows::prefetch(block, token.in_page, own, lane);
         } else if constexpr (pair::page_tokens <= 4) {
@@ -370,7 +370,8 @@ struct listed_sixteen {
     /// Before the first tile.
     __device__ __forceinline__ void fetch(const tokens& of) {
         fetch_listed<0>(first, of.first, share * first_rows::steps, lane);
-        if constexpr (two) fetch_listed<0>(second, of.second, (share + cut) * second_rows::steps, lane);
+        if constexpr (two)
+            if (has_second<0>()) fetch_listed<0>(second, of.second, second_step<0>(), lane);
     }
     /// Waits for the words of a tile.
     __device__ __forceinline__ void arrive() const {
@@ -393,8 +394,11 @@ struct listed_sixteen {
             store_listed<true>(first, now.first, next.first, first_place<0>(to), 16 * number,
                                share * first_rows::steps, lane, cut);
             if constexpr (two)
-                store_listed<true>(second, now.second, next.second, second_place<0>(to), 16 * number,
-                                   (share + cut) * second_rows::steps, lane, 0);
+                if (has_second<0>()) {
+                    if constexpr (rows_of<0>::alone) __syncwarp();
+                    store_listed<true>(second, now.second, next.second, second_place<0>(to), 16 * number,
+                                       second_step<0>(), lane, 0);
+                }
         }
         if (now.first.own != 0xffffu) __syncwarp();  // what stands in other rows is written again
         static_for<listed_pages<Args>::parts>([&](auto part) {
@@ -410,11 +414,21 @@ private:
     }
     template <int I>
     __device__ __forceinline__ std::uint32_t first_place(std::uint32_t to) const {
-        return to + static_cast<std::uint32_t>(cut * (rows_of<I>::first_channels / Cuts * latent_tile * 2));
+        return to + static_cast<std::uint32_t>(cut * (rows_of<I>::cut_channels * latent_tile * 2));
     }
     template <int I>
     __device__ __forceinline__ static std::uint32_t second_place(std::uint32_t to) {
-        return to + static_cast<std::uint32_t>(rows_of<I>::first_channels * latent_tile * 2);
+        return to + static_cast<std::uint32_t>(rows_of<I>::second_channel * latent_tile * 2);
+    }
+    /// Does the block write the other channels, and from which step on?
+    template <int I>
+    __device__ __forceinline__ bool has_second() const {
+        return !rows_of<I>::alone || cut == 1;
+    }
+    template <int I>
+    __device__ __forceinline__ int second_step() const {
+        return rows_of<I>::alone ? share * rows_of<I>::second::steps
+                                 : (share + cut) * rows_of<I>::second::steps;
     }
     /// In place of a token that is not of this part any other one is read, so that there are no branches.
     template <int I, class Rows>
@@ -428,21 +442,26 @@ private:
     __device__ __forceinline__ void store_part(const listed_token& token, std::uint32_t to) const {
         const unsigned own = own_of<I>(token);
         if (own == 0) return;
-        read<I, typename rows_of<I>::first>(token, own, first_place<I>(to), share, cut);
+        using rows = typename rows_of<I>::first;
+        read<I, rows>(token, own, first_place<I>(to), share * rows::steps, cut);
         if constexpr (rows_of<I>::two)
-            read<I, typename rows_of<I>::second>(token, own, second_place<I>(to), share + cut, 0);
+            if (has_second<I>()) {
+                if constexpr (rows_of<I>::alone) __syncwarp();
+                read<I, typename rows_of<I>::second>(token, own, second_place<I>(to), second_step<I>(), 0);
+            }
     }
     template <int I, class Rows>
-    __device__ __forceinline__ void read(const listed_token& token, unsigned own, std::uint32_t to,
-                                         int sharer, int of_cut) const {
+    __device__ __forceinline__ void read(const listed_token& token, unsigned own, std::uint32_t to, int step,
+                                         int of_cut) const {
         Rows others;
         const typename Rows::tokens of = find_part<I, Rows>(token, own);
-        fetch_listed<0>(others, of, sharer * Rows::steps, lane);
-        store_listed<false>(others, of, {}, to, 16 * number, sharer * Rows::steps, lane, of_cut);
+        fetch_listed<0>(others, of, step, lane);
+        store_listed<false>(others, of, {}, to, 16 * number, step, lane, of_cut);
     }
     /// Zeros in rows of no token, of those that the warp writes.
     __device__ __forceinline__ void clear(std::uint32_t shown, std::uint32_t to) const {
-        constexpr int first_octets = rows_of<0>::first_channels / 8, dim = Args::first_pair::head_dim;
+        constexpr int cut_octets = rows_of<0>::cut_channels / 8, first_octets = Cuts * cut_octets,
+                      dim = Args::first_pair::head_dim;
         const int token = lane % 16;
         if ((shown >> token & 1u) != 0) return;
         const auto zeros = [&](int from, int end) {
@@ -451,8 +470,7 @@ private:
                 store_shared_16(to + octet_offset<latent_tile>(16 * number + token, octet),
                                 {0.0f, 0.0f, 0.0f, 0.0f});
         };
-        if (token * Sharers / 16 == share)
-            zeros(cut * (first_octets / Cuts), (cut + 1) * (first_octets / Cuts));
+        if (token * Sharers / 16 == share) zeros(cut * cut_octets, (cut + 1) * cut_octets);
         if (token * Sharers * Cuts / 16 == share + Sharers * cut) zeros(first_octets, dim / 8);
     }
 };

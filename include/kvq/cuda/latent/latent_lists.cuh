@@ -70,7 +70,11 @@ struct latent_half_list_producer;
 /// As latent_producer, of listed tokens: a warp has 16 tokens of a tile.
 template <class Shape, class Args>
 struct latent_list_producer {
-    static constexpr int step = Shape::stages, words = Shape::many ? 8 : Shape::rows > 16 ? 16 : 32;
+    static constexpr int step = Shape::stages,
+                         words = Shape::many ? 8
+                                 : Shape::rows > 16 || token_record_scheme<typename Args::first_pair::keys>
+                                     ? 16
+                                     : 32;
     static_assert(Shape::stage_warps * 16 == latent_tile && Shape::stages == 2);
     using memory = latent_memory<Args::first_pair::head_dim, Shape>;
     const Args& args;
@@ -213,11 +217,8 @@ template <class First, class T, class... Parts>
 struct latent_list_launches<latent_list_args<First, T, Parts...>> {
     using args = latent_list_args<First, T, Parts...>;
     static constexpr bool tiles = ((no_listed_tiles<typename Parts::pair_type> == nullptr) && ...);
-    /// Records are written by whole tokens.
     static constexpr bool in_clusters =
-        First::value_dim == 512 &&
-        ((!token_record_scheme<typename Parts::pair_type::keys> && Parts::pair_type::first_channels == 512) &&
-         ...);
+        First::value_dim == 512 && (listed_in_cuts<typename Parts::pair_type> && ...);
     template <int Rows, int MoreRowsThan>
     using on_tiles =
         kernel_list<latent_wgmma_launch<latent_list_shape<Rows>, MoreRowsThan, args, latent_list_producer>>;

@@ -10,6 +10,7 @@
 // multiples of 16 bytes.
 #pragma once
 
+#include "../arch/wgmma.cuh"
 #include "../layout/row_numbers.cuh"
 #include "latent_shares.cuh"
 
@@ -191,19 +192,43 @@ private:
     }
 };
 
+/// Of 16 tokens of so many octets: the token and the octet of a lane in a step.
+struct listed_place {
+    int token, octet;
+
+    template <int Octets>
+    __device__ __forceinline__ static listed_place of(int step, int lane) {
+        if constexpr (Octets % 32 == 0) {  // neighbouring lanes, one token
+            constexpr int per_token = Octets / 32;
+            return {step / per_token, step % per_token * 32 + lane};
+        } else {
+            return {(step * 32 + lane) / Octets, (step * 32 + lane) % Octets};
+        }
+    }
+};
+
 /// As listed_rows (latent_listed_rows.cuh), of the channels of records with a scale, or of the wide ones.
-template <class Pair, bool Wide, int Words, int Sharers>
+/// Cuts of 256 channels with a scale: where the last one has fewer, what is stored behind them is to be
+/// written again.
+template <class Pair, bool Wide, int Words, int Sharers, int Cuts = 1>
 struct listed_records {
     using reader = record_reader<typename Pair::keys, Pair::head_dim, Pair::page_tokens>;
-    static constexpr int octets = (Wide ? reader::wide : reader::scaled) / 8,
+    static constexpr int octets = Wide        ? reader::wide / 8
+                                  : Cuts == 1 ? reader::scaled_octets
+                                              : 32,
                          steps = 16 * octets / 32 / Sharers, octet_words = Wide ? 4 : reader::octet_words,
-                         held = smaller(steps, larger(1, Words / octet_words)),
-                         scale_words =
-                             Wide ? 1 : ceil_div(reader::scaled / reader::group * reader::scale_bytes, 4),
-                         sets = ceil_div(scale_words, 2);
+                         held = smaller(steps, larger(1, Words / octet_words));
+    /// Words with scales: of channels, of all of a token, of those of a cut.
+    static constexpr int word_channels = reader::group * 4 / reader::scale_bytes,
+                         scale_words = Wide ? 1 : ceil_div(reader::scaled, word_channels),
+                         cut_words = smaller(scale_words, ceil_div(octets * 8, word_channels)),
+                         sets = Wide ? 1 : ceil_div(cut_words, 2);
+    static_assert(Wide || Cuts == 1 ||
+                  (octets * 8 % word_channels == 0 &&
+                   Cuts * octets * octet_words * 4 <= reader::row_bytes));  // what is read
+    /// Steps that follow each other and have the same token in all lanes.
+    static constexpr int per_token = octets % 32 == 0 ? octets / 32 : 1;
 
-    static constexpr bool has_lines = false;
-    static constexpr int per_token = 1;
     struct tokens {
         const std::byte* row = nullptr;   // of the lane's token: lanes i and 16 + i have the same
         unsigned own = 0;                 // bit i: token i is of this part
@@ -212,29 +237,41 @@ struct listed_records {
     std::uint32_t word[held == 0 ? 1 : held][octet_words] = {};
 
     __device__ __forceinline__ static tokens find(const std::byte* block, int place, unsigned own, int lane,
-                                                  int) {
+                                                  int cut) {
         const int in_page = place % Pair::page_tokens;
         tokens of;
         of.own = own;
-        of.row = block + in_page * reader::row_bytes + (Wide ? reader::wide_at : 0);
+        of.row = block + in_page * reader::row_bytes +
+                 (Wide        ? reader::wide_at
+                  : Cuts == 1 ? 0
+                              : cut * (octets * octet_words * 4));
         if constexpr (!Wide)
 #pragma unroll
             for (int i = 0; i < sets; ++i)
                 of.scales[i] = fetch_word(reinterpret_cast<const std::uint32_t*>(
                     block + reader::scales_at + in_page * reader::scales_step +
-                    4 * smaller(2 * i + lane / 16, scale_words - 1)));
+                    4 * smaller((Cuts == 1 ? 0 : cut * cut_words) + 2 * i + lane / 16, scale_words - 1)));
         return of;
+    }
+    /// Brings a record to the second-level cache.
+    __device__ __forceinline__ static void prefetch(const std::byte* block, int place) {
+        const int in_page = place % Pair::page_tokens;
+#pragma unroll
+        for (int at = 0; at < reader::row_bytes + 112; at += 128)  // rows begin anywhere in a line
+            prefetch_line(block + in_page * reader::row_bytes + smaller(at, reader::row_bytes - 16));
+        if constexpr (reader::behind)
+            prefetch_line(block + reader::scales_at + in_page * reader::scales_step);
     }
     template <int Step>
     __device__ __forceinline__ static std::uintptr_t row(const tokens& of, int first, int lane) {
         return __shfl_sync(0xffffffffu, reinterpret_cast<std::uintptr_t>(of.row),
-                           ((first + Step) * 32 + lane) / octets);
+                           listed_place::of<octets>(first + Step, lane).token);
     }
     template <int Step>
     __device__ __forceinline__ void fetch(std::uintptr_t of_token, int first, int lane) {
         constexpr int i = Step % held;
         const auto* const from = reinterpret_cast<const std::uint32_t*>(of_token) +
-                                 ((first + Step) * 32 + lane) % octets * octet_words;
+                                 listed_place::of<octets>(first + Step, lane).octet * octet_words;
         if constexpr (octet_words == 4) {
             const uint4 v = fetch_16(reinterpret_cast<const uint4*>(from));
             word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
@@ -245,7 +282,7 @@ struct listed_records {
             word[i][0] = fetch_word(from);
         }
     }
-    template <int>
+    template <int Step>
     __device__ __forceinline__ void halves(std::uint32_t (&x)[4], const tokens& of,
                                            const std::uint32_t (&w)[octet_words], int token, int octet,
                                            int) const {
@@ -254,10 +291,15 @@ struct listed_records {
             for (int k = 0; k < 4; ++k) x[k] = w[k];
             reader::wide_halves(x);
         } else {
-            const int g = octet * 8 / reader::group * reader::scale_bytes / 4;
+            const int g = octet * 8 / word_channels;
             std::uint32_t scale = 0;
 #pragma unroll
             for (int i = 0; i < sets; ++i) {
+                // Of a step with 256 channels of one token: sets that have none of their words.
+                constexpr int begin = Step % per_token * 256, end = begin + 256;
+                if (octets % 32 == 0 &&
+                    ((i + 1) * 2 * word_channels <= begin || i * 2 * word_channels >= end))
+                    continue;
                 const std::uint32_t other = __shfl_sync(0xffffffffu, of.scales[i], g % 2 * 16 + token);
                 if (g / 2 == i) scale = other;
             }
