@@ -335,23 +335,23 @@ private:
             auto* const scales = reinterpret_cast<float*>(workspace + scales_);
             auto* const minima = reinterpret_cast<float*>(workspace + minima_);
             const bool far_below = read_scales(of, at, tokens, workspace + codes_, scales, minima);
-            const auto finite = [&](float factor) {
-                return finite_scales(scales, tokens, factor) &&
-                       (!layout_.minimum || finite_scales(minima, tokens, 1.0f));
+            const auto finite = [&](int power) {
+                return finite_scales(scales, tokens, power) &&
+                       (!layout_.minimum || finite_scales(minima, tokens, 0));
             };
             // Sums of codes, below 2^31, are multiplied with them before operands' steps make them small.
-            p.by_codes = by_codes_ && (far_below || finite(0x1p31f));
-            p.finite = p.by_codes || finite(1.0f);
+            p.by_codes = by_codes_ && (far_below || finite(31));
+            p.finite = p.by_codes || finite(0);
             p.pass.scales = scales;
             p.pass.minima = layout_.minimum ? minima : nullptr;
             p.pass.scale_stride = scale_line_;
         }
         return p;
     }
-    bool finite_scales(const float* x, int tokens, float factor) const {
-        if (!by_codes_) return all_finite(x, tokens * scale_line_, factor);
+    bool finite_scales(const float* x, int tokens, int power) const {
+        if (!by_codes_) return all_finite(x, tokens * scale_line_, power);
         bool finite = true;
-        for (int g = 0; g < groups_; ++g) finite = finite && all_finite(x + g * group_step_, tokens, factor);
+        for (int g = 0; g < groups_; ++g) finite = finite && all_finite(x + g * group_step_, tokens, power);
         return finite;
     }
     /// For kernels of floats: all numbers, if there are many operands.
@@ -378,27 +378,36 @@ private:
                   nullptr,   nullptr,   0,      nullptr};
         p.functions = &row_functions_of<Lanes, plain_floats, row_scales::none>;
     }
-    /// Are factor * x?
-    static bool all_finite(const float* x, int n, float factor = 1.0f) {
+    /// Are 2^power * x? power: 0 or more.
+    static bool all_finite(const float* x, int n, int power = 0) {
         constexpr int width = Lanes::width;
-        auto zeros = Lanes::splat_float(0.0f);
+        // The exponent of those that are not reaches the sign.
+        const std::uint32_t least = static_cast<std::uint32_t>(power + 1) << 23;
+        const auto magnitude = Lanes::splat(0x7fffffff), to_sign = Lanes::splat(static_cast<std::int32_t>(least));
+        auto found = Lanes::splat(0);
         int i = 0;
         for (; i + width <= n; i += width)
-            zeros =
-                Lanes::multiply_add(Lanes::multiply(Lanes::load_floats(x + i), Lanes::splat_float(factor)),
-                                    Lanes::splat_float(0.0f), zeros);
-        float zero = Lanes::sum(zeros);
-        for (; i < n; ++i) zero += x[i] * factor * 0.0f;
-        return zero == 0.0f;
+            found = Lanes::bit_or(
+                found,
+                Lanes::add(Lanes::bit_and(Lanes::as_ints(Lanes::load_floats(x + i)), magnitude), to_sign));
+        std::uint32_t all = any_bits(found);
+        for (; i < n; ++i) all |= (detail::bit_cast<std::uint32_t>(x[i]) & 0x7fffffffu) + least;
+        return all >> 31 == 0;
+    }
+    /// All words or-ed.
+    static std::uint32_t any_bits(typename Lanes::ints a) {
+        std::uint32_t words[Lanes::width], all = 0;
+        Lanes::store(reinterpret_cast<std::byte*>(words), a);
+        for (const std::uint32_t w : words) all |= w;
+        return all;
     }
 
     /// Collects the scales of all tokens, then converts vectors of them. True: 2^31 times each is finite.
     bool read_scales(const row_place& of, const addresses& at, int tokens, std::byte* codes, float* scales,
                      float* minima) const {
         if (layout_.scale == row_layout::stored::fp16) {
-            read_halves(at, 0, tokens, codes, scales);
-            if (layout_.minimum) read_halves(at, 2, tokens, codes, minima);
-            return false;
+            const bool finite = read_halves(at, 0, tokens, codes, scales);
+            return (!layout_.minimum || read_halves(at, 2, tokens, codes, minima)) && finite;
         }
         const bool follow = of.group_stride == 1 && of.scale_stride == groups_ && !of.blocks;
         if (by_codes_) return read_turned_scales(of.group_stride, follow, at, tokens, codes, scales);
@@ -489,13 +498,10 @@ private:
             for (int k = 0; k < 4; ++k)
                 Lanes::store_floats(to + k * tokens_of_pass + t, Lanes::multiply(of[k], factor));
         }
-        std::uint32_t words[Lanes::width], all = 0;
-        Lanes::store(reinterpret_cast<std::byte*>(words), found);
-        for (const std::uint32_t w : words) all |= w;
-        return (all & 0x80808080u) == 0;
+        return (any_bits(found) & 0x80808080u) == 0;
     }
-    /// The fp16 `offset` bytes behind the beginning of each group.
-    void read_halves(const addresses& at, int offset, int tokens, std::byte* bits, float* to) const {
+    /// The fp16 `offset` bytes behind the beginning of each group. True: all are known to be finite.
+    bool read_halves(const addresses& at, int offset, int tokens, std::byte* bits, float* to) const {
         constexpr int width = Lanes::width;
         const int step = layout_.group_bytes(layout_.channels);
         if (!by_codes_) {
@@ -504,8 +510,9 @@ private:
                     std::memcpy(bits + 2 * (t * groups_ + g), at.rows[t] + offset + g * step, 2);
             for (int i = 0; i < tokens * groups_; i += width)
                 Lanes::store_floats(to + i, Lanes::template load_values<float16>(bits + 2 * i));
-            return;
+            return false;
         }
+        auto found = Lanes::splat(0);
         for (int g = 0; g < groups_; g += 4, to += 4 * tokens_of_pass) {
             const int here = detail::smaller(groups_ - g, 4);
             std::ptrdiff_t place[4];  // of four groups, or of the last one again
@@ -523,13 +530,18 @@ private:
                 std::memcpy(bits + half + 4 * t, &second, 4);
             }
             for (int t = 0; t < tokens; t += width)
-                for (int k = 0; k < here; ++k) {
+                for (int k = 0; k < here; k += 2) {
                     const auto words = Lanes::load(bits + k / 2 * half + 4 * t);
-                    Lanes::store_floats(to + k * tokens_of_pass + t,
-                                        k % 2 == 0 ? Lanes::template halves<float16, 0>(words)
-                                                   : Lanes::template halves<float16, 1>(words));
+                    found = Lanes::bit_or(found,
+                                          Lanes::add(Lanes::bit_and(words, Lanes::splat(0x7fff7fff)),
+                                                     Lanes::splat(0x04000400)));
+                    float* const two = to + k * tokens_of_pass + t;
+                    Lanes::store_floats(two, Lanes::template halves<float16, 0>(words));
+                    if (k + 1 < here)
+                        Lanes::store_floats(two + tokens_of_pass, Lanes::template halves<float16, 1>(words));
                 }
         }
+        return (any_bits(found) & 0x80008000u) == 0;
     }
     /// The numbers of the last channels, which are no whole chunk, divided by the unit.
     void read_ends(const addresses& at, int tokens, float* to) const {
