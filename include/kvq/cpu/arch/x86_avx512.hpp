@@ -292,10 +292,13 @@ struct register_ops<Arch> {
         v[0] = _mm512_permutexvar_epi16(order, _mm512_unpacklo_epi8(a, b));
         v[1] = _mm512_permutexvar_epi16(order, _mm512_unpackhi_epi8(a, b));
     }
-    /// The sum of the 128-bit lanes of a, then of those of b, twice.
-    static KVQ_INLINE floats sum_lanes(floats a, floats b) {
-        const __m512 two = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-        return _mm512_add_ps(_mm512_shuffle_f32x4(two, two, 0x88), _mm512_shuffle_f32x4(two, two, 0xdd));
+    /// The sums of the 128-bit lanes of four vectors, side by side.
+    static KVQ_INLINE floats sum_lanes(const floats (&v)[4]) {
+        const auto two = [&](__m512 a, __m512 b) KVQ_INLINE_LAMBDA {
+            return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+        };
+        const __m512 a = two(v[0], v[1]), b = two(v[2], v[3]);
+        return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
     }
     /// Lane i: lane index[i] of a, or from `width` on of b.
     static KVQ_INLINE floats lookup(floats a, floats b, ints index) {

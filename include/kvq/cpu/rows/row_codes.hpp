@@ -324,13 +324,10 @@ KVQ_NOINLINE void code_keys(const row_pass& pass, const code_rows& codes, int gr
                         if (h == 0) Lanes::store_floats(sum[i][g], part[g]);
                     }
                     if (h == 0) continue;
-                    KVQ_UNROLL
-                    for (int g = 0; g < fours; g += 2) {
-                        float* const to = y + i * y_stride + first + 4 * g;
-                        floats all = Lanes::sum_lanes(part[g], part[g + 1]);
-                        if (p > 0) all = Lanes::add(all, Lanes::load_floats(to, 8));
-                        Lanes::store_floats(to, all, 8);
-                    }
+                    float* const to = y + i * y_stride + first;
+                    floats all = Lanes::sum_lanes(part);
+                    if (p > 0) all = Lanes::add(all, Lanes::load_floats(to));
+                    Lanes::store_floats(to, all);
                 }
             }
         }
