@@ -408,6 +408,28 @@ struct register_ops<Arch> {
         v[2] = halves<float16, 1>(even);
         v[3] = halves<float16, 1>(odd);
     }
+    /// 16 rows of 8 bytes: byte k of all of them in v[k]; NaN is 480.
+    static KVQ_INLINE void turn_e4m3(const ints (&two)[2], floats (&v)[8]) {
+        alignas(64) static constexpr auto order = [] {
+            std::array<std::uint16_t, 32> of{};
+            for (std::size_t k = 0; k < 32; ++k) of[k] = static_cast<std::uint16_t>(k % 16 * 4 + k / 16);
+            return of;
+        }();
+        const __m512i first = _mm512_load_si512(order.data());
+        KVQ_UNROLL
+        for (int i = 0; i < 2; ++i) {
+            const __m512i bytes = _mm512_permutex2var_epi16(
+                two[0], _mm512_add_epi16(first, _mm512_set1_epi16(static_cast<short>(2 * i))), two[1]);
+            const __m512i of[2] = {
+                _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 1), _mm512_set1_epi16(-0x4001)),
+                _mm512_and_si512(_mm512_srai_epi16(bytes, 1), _mm512_set1_epi16(-0x4080))};
+            KVQ_UNROLL
+            for (int k = 0; k < 2; ++k) {
+                v[4 * i + k] = _mm512_cvtph_ps(_mm512_castsi512_si256(of[k]));
+                v[4 * i + 2 + k] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(of[k], 1));
+            }
+        }
+    }
     static KVQ_INLINE ints load_halfwords(const std::byte* p) {
         return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     }

@@ -242,8 +242,7 @@ private:
                          std::byte* workspace) const {
         if constexpr (multiplies_codes<Lanes>) {
             if (!p.by_codes) return false;
-            for (int i = 0; i < n_; ++i)
-                if (!all_finite(w + i * w_stride, p.pass.tokens)) return false;
+            if (!all_finite(w, p.pass.tokens, 0, n_, w_stride)) return false;
             auto& weights = *reinterpret_cast<code_weight_space*>(workspace + weights_);
             auto* const sums = reinterpret_cast<float*>(workspace);
             const bool nibbles = codes_of_layout_.of_nibbles, sixteens = layout_.channels == 16;
@@ -349,10 +348,8 @@ private:
         return p;
     }
     bool finite_scales(const float* x, int tokens, int power) const {
-        if (!by_codes_) return all_finite(x, tokens * scale_line_, power);
-        bool finite = true;
-        for (int g = 0; g < groups_; ++g) finite = finite && all_finite(x + g * group_step_, tokens, power);
-        return finite;
+        return by_codes_ ? all_finite(x, tokens, power, groups_, group_step_)
+                         : all_finite(x, tokens * scale_line_, power);
     }
     /// For kernels of floats: all numbers, if there are many operands.
     void prepare_floats(const row_place& of, prepared& p, std::byte* workspace) const {
@@ -378,21 +375,24 @@ private:
                   nullptr,   nullptr,   0,      nullptr};
         p.functions = &row_functions_of<Lanes, plain_floats, row_scales::none>;
     }
-    /// Are 2^power * x? power: 0 or more.
-    static bool all_finite(const float* x, int n, int power = 0) {
+    /// Are 2^power * x, of rows of n? power: 0 or more.
+    static bool all_finite(const float* x, int n, int power = 0, int rows = 1, std::ptrdiff_t stride = 0) {
         constexpr int width = Lanes::width;
         // The exponent of those that are not reaches the sign.
         const std::uint32_t least = static_cast<std::uint32_t>(power + 1) << 23;
-        const auto magnitude = Lanes::splat(0x7fffffff), to_sign = Lanes::splat(static_cast<std::int32_t>(least));
+        const auto magnitude = Lanes::splat(0x7fffffff),
+                   to_sign = Lanes::splat(static_cast<std::int32_t>(least));
         auto found = Lanes::splat(0);
-        int i = 0;
-        for (; i + width <= n; i += width)
-            found = Lanes::bit_or(
-                found,
-                Lanes::add(Lanes::bit_and(Lanes::as_ints(Lanes::load_floats(x + i)), magnitude), to_sign));
-        std::uint32_t all = any_bits(found);
-        for (; i < n; ++i) all |= (detail::bit_cast<std::uint32_t>(x[i]) & 0x7fffffffu) + least;
-        return all >> 31 == 0;
+        std::uint32_t rest = 0;
+        for (int r = 0; r < rows; ++r, x += stride) {
+            int i = 0;
+            for (; i + width <= n; i += width)
+                found = Lanes::bit_or(
+                    found, Lanes::add(Lanes::bit_and(Lanes::as_ints(Lanes::load_floats(x + i)), magnitude),
+                                      to_sign));
+            for (; i < n; ++i) rest |= (detail::bit_cast<std::uint32_t>(x[i]) & 0x7fffffffu) + least;
+        }
+        return (any_bits(found) | rest) >> 31 == 0;
     }
     /// All words or-ed.
     static std::uint32_t any_bits(typename Lanes::ints a) {
@@ -438,27 +438,14 @@ private:
     /// and so do tokens.
     bool read_turned_scales(std::ptrdiff_t group_stride, bool follow, const addresses& at, int tokens,
                             std::byte* codes, float* to) const {
-        constexpr int width = Lanes::width;
         const auto factor = Lanes::splat_float(scale_factor_);
+        if constexpr (multiplies_codes<Lanes>)
+            if (follow && groups_ == 8 && e4m3_eights(at.scales[0], tokens, codes, to)) return true;
         bool finite = true;
         for (int g = 0; g < groups_; g += 4) {
             const int here = detail::smaller(groups_ - g, 4);
-            int copied = 0;
-            if constexpr (multiplies_codes<Lanes>)
-                if (follow && (groups_ == 4 || groups_ == 8)) {
-                    std::int32_t order[width];
-                    for (int k = 0; k < width; ++k) order[k] = k * groups_ / 4 + g / 4;
-                    const auto of = Lanes::load(reinterpret_cast<const std::byte*>(order));
-                    for (; copied + width <= tokens; copied += width) {
-                        const std::byte* const from = at.scales[0] + copied * groups_;
-                        const auto words = [](const std::byte* p) {
-                            return Lanes::as_floats(Lanes::load(p));
-                        };
-                        Lanes::store(codes + 4 * copied,
-                                     Lanes::as_ints(Lanes::lookup(words(from),
-                                                                  words(from + (groups_ - 4) * width), of)));
-                    }
-                }
+            const int copied = follow && groups_ == 4 ? tokens : 0;
+            if (copied > 0) std::memcpy(codes, at.scales[0], static_cast<std::size_t>(4 * tokens));
             if (group_stride == 1 && here == 4)
                 for (int t = copied; t < tokens; ++t) std::memcpy(codes + 4 * t, at.scales[t] + g, 4);
             else
@@ -484,15 +471,40 @@ private:
         }
         return finite;
     }
-    /// Four in a word, through 16-bit floats, whose unit is 2^-8 of theirs. False: 2^31 times one may be
-    /// infinite, or it is NaN.
+    // Through 16-bit floats, whose unit is 2^-8 of theirs. False: 2^31 times one may be infinite, or it is NaN.
+    bool stays_finite() const { return scale_factor_ * 448.0f * 0x1p31f * 0.0f == 0.0f; }
+    static typename Lanes::ints nan_of_e4m3(typename Lanes::ints found, typename Lanes::ints codes) {
+        return Lanes::bit_or(found, Lanes::add(Lanes::bit_and(codes, Lanes::splat(0x7f7f7f7f)),
+                                               Lanes::splat(0x01010101)));
+    }
+    /// Eight of a token side by side, tokens behind each other.
+    bool e4m3_eights(const std::byte* from, int tokens, std::byte* codes, float* to) const {
+        constexpr int width = Lanes::width;
+        if (layout_.scale != row_layout::stored::e4m3 || !stays_finite()) return false;
+        const auto factor = Lanes::splat_float(256.0f * scale_factor_);
+        auto found = Lanes::splat(0);
+        for (int t = 0; t < tokens; t += width, from += 8 * width) {
+            if (tokens - t < width) {
+                std::memset(codes, 0, 8 * width);
+                std::memcpy(codes, from, static_cast<std::size_t>(8 * (tokens - t)));
+                from = codes;
+            }
+            const typename Lanes::ints two[2] = {Lanes::load(from), Lanes::load(from + 4 * width)};
+            found = nan_of_e4m3(nan_of_e4m3(found, two[0]), two[1]);
+            typename Lanes::floats of[8];
+            Lanes::turn_e4m3(two, of);
+            for (int k = 0; k < 8; ++k)
+                Lanes::store_floats(to + k * tokens_of_pass + t, Lanes::multiply(of[k], factor));
+        }
+        return (any_bits(found) & 0x80808080u) == 0;
+    }
+    /// Four in a word.
     bool e4m3_words(const std::byte* codes, int tokens, float* to) const {
-        if (!(scale_factor_ * 448.0f * 0x1p31f * 0.0f == 0.0f)) return false;
+        if (!stays_finite()) return false;
         const auto factor = Lanes::splat_float(256.0f * scale_factor_);
         auto found = Lanes::splat(0);
         for (int t = 0; t < tokens; t += Lanes::width) {
-            const auto magnitude = Lanes::bit_and(Lanes::load(codes + 4 * t), Lanes::splat(0x7f7f7f7f));
-            found = Lanes::bit_or(found, Lanes::add(magnitude, Lanes::splat(0x01010101)));
+            found = nan_of_e4m3(found, Lanes::load(codes + 4 * t));
             typename Lanes::floats of[4];
             Lanes::load_e4m3_words(codes + 4 * t, of);
             for (int k = 0; k < 4; ++k)
