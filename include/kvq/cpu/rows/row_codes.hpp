@@ -373,6 +373,10 @@ KVQ_NOINLINE bool code_weights(const float* w, std::ptrdiff_t w_stride, int coun
     const float* row[Q];
     KVQ_UNROLL
     for (int i = 0; i < Q; ++i) row[i] = w + detail::smaller(i, count - 1) * w_stride;
+    // Else compilers load it for every product.
+    const auto once = [](floats a) KVQ_INLINE_LAMBDA {
+        return Lanes::as_floats(Lanes::in_register(Lanes::as_ints(a)));
+    };
     // of(t, load): a vector of tokens, behind the last one zeros.
     const auto each_vector = [&](const auto& of) KVQ_INLINE_LAMBDA {
         int t = 0;
@@ -381,29 +385,43 @@ KVQ_NOINLINE bool code_weights(const float* w, std::ptrdiff_t w_stride, int coun
         const int rest = tokens - t;
         if (rest > 0) of(t, [&](const float* p) KVQ_INLINE_LAMBDA { return Lanes::load_floats(p, rest); });
     };
-    const int filled = detail::round_up(4 * groups, width);  // sums of groups and operands, in vectors
-    ints most[2 * width], sums[2 * width];
+    const int filled = detail::round_up(4 * groups, width);  // maxima of groups and operands, in vectors
+    ints most[2 * width];
     if (Q < 4 || 4 * groups < filled)
-        for (int k = 0; k < filled; ++k) most[k] = sums[k] = Lanes::splat(0);
-    for (int g = 0; g < groups; ++g) {
-        floats largest[Q], of_minima[Q];
+        for (int k = 0; k < filled; ++k) most[k] = Lanes::splat(0);
+    constexpr int two = 2;  // groups that share the loads of weights
+    for (int g = 0; g < groups; g += two) {
+        floats largest[two][Q], of_minima[two][Q];
+        std::ptrdiff_t place[two];
         KVQ_UNROLL
-        for (int i = 0; i < Q; ++i) largest[i] = of_minima[i] = zero;
-        each_vector([&](int t, const auto& load) KVQ_INLINE_LAMBDA {
-            const floats scale = load(scales + g * scale_stride + t);
+        for (int s = 0; s < two; ++s) {
+            place[s] = detail::smaller(g + s, groups - 1) * scale_stride;
             KVQ_UNROLL
-            for (int i = 0; i < Q; ++i) {
-                const floats weight = load(row[i] + t);
-                largest[i] = Lanes::larger_magnitude(largest[i], Lanes::multiply(weight, scale));
-                if (minima)
-                    of_minima[i] =
-                        Lanes::multiply_add(weight, load(minima + g * scale_stride + t), of_minima[i]);
+            for (int i = 0; i < Q; ++i) largest[s][i] = of_minima[s][i] = zero;
+        }
+        each_vector([&](int t, const auto& load) KVQ_INLINE_LAMBDA {
+            floats weight[Q];
+            KVQ_UNROLL
+            for (int i = 0; i < Q; ++i) weight[i] = once(load(row[i] + t));
+            KVQ_UNROLL
+            for (int s = 0; s < two; ++s) {
+                const floats scale = once(load(scales + place[s] + t));
+                KVQ_UNROLL
+                for (int i = 0; i < Q; ++i) {
+                    largest[s][i] = Lanes::larger_magnitude(largest[s][i], Lanes::multiply(weight[i], scale));
+                    if (minima)
+                        of_minima[s][i] =
+                            Lanes::multiply_add(weight[i], load(minima + place[s] + t), of_minima[s][i]);
+                }
             }
         });
         KVQ_UNROLL
-        for (int i = 0; i < Q; ++i) {
-            most[4 * g + i] = Lanes::as_ints(largest[i]);
-            if (minima) to.of_minima[4 * g + i] = Lanes::sum(of_minima[i]);
+        for (int s = 0; s < two; ++s) {
+            KVQ_UNROLL
+            for (int i = 0; i < Q; ++i) {
+                most[4 * (g + s) + i] = Lanes::as_ints(largest[s][i]);
+                if (minima) to.of_minima[4 * (g + s) + i] = Lanes::sum(of_minima[s][i]);
+            }
         }
     }
     float inverses[2 * width];
@@ -420,58 +438,60 @@ KVQ_NOINLINE bool code_weights(const float* w, std::ptrdiff_t w_stride, int coun
     }
     if (!(Lanes::sum(zeros) == 0.0f)) return false;
     // In a float of this size the lowest bits are a whole number. 128: high_low_pairs.
-    constexpr float zero_weight = 0x1.8p23f + 128.0f;
-    const auto whole = Lanes::splat_float(zero_weight);
-    const ints zero_weights =
-        Lanes::splat(static_cast<std::int32_t>(detail::bit_cast<std::uint32_t>(zero_weight) *
-                                               static_cast<std::uint32_t>(detail::ceil_div(tokens, width))));
+    const auto whole = Lanes::splat_float(0x1.8p23f + 128.0f);
+    const ints ones = Lanes::splat(0x01010101);
+    constexpr int planes = Q == 1 ? 1 : 2 * Sets;
     for (int g = 0; g < groups; g += Sets) {
-        constexpr int planes = Q == 1 ? 1 : 2 * Sets;
         floats by[Sets][Q];
-        ints sum[Sets][Q];
+        ints sum[planes];  // of the bytes of words
         KVQ_UNROLL
         for (int s = 0; s < Sets; ++s) {
             KVQ_UNROLL
-            for (int i = 0; i < Q; ++i) {
-                by[s][i] = Lanes::splat_float(g + s < groups ? inverses[4 * (g + s) + i] : 0.0f);
-                sum[s][i] = Lanes::splat(0);
-            }
+            for (int i = 0; i < Q; ++i)
+                by[s][i] = Lanes::splat_float(inverses[4 * detail::smaller(g + s, groups - 1) + i]);
         }
+        KVQ_UNROLL
+        for (int k = 0; k < planes; ++k) sum[k] = Lanes::splat(0);
         std::uint32_t* const words = to.words[2 * g];
         each_vector([&](int t, const auto& load) KVQ_INLINE_LAMBDA {
             ints a[Sets][Q];
+            floats weight[Q];
+            KVQ_UNROLL
+            for (int i = 0; i < Q; ++i) weight[i] = once(load(row[i] + t));
             KVQ_UNROLL
             for (int s = 0; s < Sets; ++s) {
-                const floats scale = load(scales + detail::smaller(g + s, groups - 1) * scale_stride + t);
+                const floats scale =
+                    once(load(scales + detail::smaller(g + s, groups - 1) * scale_stride + t));
                 KVQ_UNROLL
-                for (int i = 0; i < Q; ++i) {
+                for (int i = 0; i < Q; ++i)
                     a[s][i] = Lanes::as_ints(
-                        Lanes::multiply_add(Lanes::multiply(load(row[i] + t), scale), by[s][i], whole));
-                    sum[s][i] = Lanes::add(sum[s][i], a[s][i]);
-                }
+                        Lanes::multiply_add(Lanes::multiply(weight[i], scale), by[s][i], whole));
             }
             KVQ_UNROLL
             for (int k = 0; k < planes; ++k) {
                 const ints all =
                     Sets == 1 ? Lanes::template high_low_pairs<false>(a[0][2 * k % Q], a[0][(2 * k + 1) % Q])
                               : Lanes::template high_low_pairs<true>(a[0][k % Q], a[Sets - 1][k % Q]);
+                sum[k] = Lanes::template dot<8>(sum[k], ones, all);
                 Lanes::store(reinterpret_cast<std::byte*>(words + k * tokens_of_pass + t), all);
             }
         });
+        floats sums[4];
+        KVQ_UNROLL
+        for (int k = 0; k < 4; ++k) sums[k] = Lanes::to_floats(sum[k % planes]);
+        float bytes[4][4];
+        Lanes::store_floats(bytes[0], Lanes::sum_lanes(sums));
         KVQ_UNROLL
         for (int s = 0; s < Sets; ++s) {
             KVQ_UNROLL
-            for (int i = 0; i < Q; ++i)
-                sums[4 * (g + s) + i] =
-                    Lanes::as_ints(Lanes::to_floats(Lanes::subtract(sum[s][i], zero_weights)));
+            for (int i = 0; i < Q; ++i) {
+                // Of high bytes, and of low ones.
+                const float* const of = Sets == 1 ? bytes[i / 2] + i % 2 * 2 : bytes[i] + s;
+                to.starts[4 * (g + s) + i] =
+                    -offset * static_cast<std::int32_t>(256.0f * of[0] + of[Sets]);
+            }
         }
     }
-    // Sums of whole numbers below 2^24.
-    float all[2 * width];
-    for (int k = 0; k < filled; k += width)
-        Lanes::store_floats(
-            all + k, Lanes::merge_lanes(sums + k, [](floats a, floats b) { return Lanes::add(a, b); }));
-    for (int k = 0; k < filled; ++k) to.starts[k] = -offset * static_cast<std::int32_t>(all[k]);
     return true;
 }
 
