@@ -420,9 +420,9 @@ struct register_ops<Arch> {
         for (int i = 0; i < 2; ++i) {
             const __m512i bytes = _mm512_permutex2var_epi16(
                 two[0], _mm512_add_epi16(first, _mm512_set1_epi16(static_cast<short>(2 * i))), two[1]);
-            const __m512i of[2] = {
-                _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 1), _mm512_set1_epi16(-0x4001)),
-                _mm512_and_si512(_mm512_srai_epi16(bytes, 1), _mm512_set1_epi16(-0x4080))};
+            const __m512i of[2] = {_mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 1),
+                                                    _mm512_set1_epi16(-0x4001)),
+                                   _mm512_and_si512(_mm512_srai_epi16(bytes, 1), _mm512_set1_epi16(-0x4080))};
             KVQ_UNROLL
             for (int k = 0; k < 2; ++k) {
                 v[4 * i + k] = _mm512_cvtph_ps(_mm512_castsi512_si256(of[k]));

@@ -487,8 +487,7 @@ KVQ_NOINLINE bool code_weights(const float* w, std::ptrdiff_t w_stride, int coun
             for (int i = 0; i < Q; ++i) {
                 // Of high bytes, and of low ones.
                 const float* const of = Sets == 1 ? bytes[i / 2] + i % 2 * 2 : bytes[i] + s;
-                to.starts[4 * (g + s) + i] =
-                    -offset * static_cast<std::int32_t>(256.0f * of[0] + of[Sets]);
+                to.starts[4 * (g + s) + i] = -offset * static_cast<std::int32_t>(256.0f * of[0] + of[Sets]);
             }
         }
     }

@@ -268,15 +268,4 @@ KVQ_NOINLINE void decode_rows(const row_pass& pass, float* to, std::ptrdiff_t st
     }
 }
 
-/// 2^(code - 127); the code 255 is NaN.
-template <class Lanes>
-typename Lanes::floats powers_of_two(typename Lanes::ints codes) {
-    const auto where_negative = [](typename Lanes::ints a) {
-        return Lanes::bit_and(Lanes::template shift_right_signed<31>(a), Lanes::splat(1 << 22));
-    };
-    const auto special = Lanes::bit_or(where_negative(Lanes::subtract(codes, Lanes::splat(1))),
-                                       where_negative(Lanes::subtract(Lanes::splat(254), codes)));
-    return Lanes::as_floats(Lanes::bit_or(Lanes::template shift_left<23>(codes), special));
-}
-
 }}}  // namespace kvq::kernels

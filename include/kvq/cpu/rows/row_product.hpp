@@ -19,6 +19,7 @@
 #include "../../core/row_place.hpp"
 #include "../../core/shape.hpp"
 #include "row_functions.hpp"
+#include "row_scales.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
@@ -31,23 +32,15 @@ public:
           of_layout_(row_functions_for<Lanes>(layout)),
           n_(n),
           dim_(s.dim),
-          by_codes_(multiplies_codes<Lanes> && codes_of_layout_) {
+          by_codes_(multiplies_codes<Lanes> && codes_of_layout_),
+          scale_reader_(layout, tensor_scale, s.dim, by_codes_) {
         const bool scaled = layout.scale != row_layout::stored::none;
         pairs_ = of_layout_ && of_layout_->pairs;
         factor_ = (scaled ? 1.0f : tensor_scale);
-        scale_factor_ = tensor_scale;
-        groups_ = scaled ? s.dim / layout.group_of(s.dim) : 0;
         padded_ = detail::round_up(dim_, row_chunk);
         chunk_bytes_ = layout.front_bytes() + row_chunk * layout.bits() / 8;
-        scale_channels_ = layout.channels % row_chunk == 0 && layout.scale != row_layout::stored::fp16
-                              ? row_chunk
-                              : layout.channels;
-        scale_line_ = scaled ? detail::ceil_div(dim_, scale_channels_) : 0;
-        if (layout.channels == 16) scale_line_ = detail::round_up(scale_line_, 2);
-        token_step_ = by_codes_ ? 1 : scale_line_;
-        group_step_ = by_codes_ ? tokens_of_pass : 1;
-        const int tokens = detail::smaller(s.tokens, tokens_of_pass),
-                  scales = by_codes_ ? groups_ * tokens_of_pass : tokens * scale_line_;
+        const int tokens = detail::smaller(s.tokens, tokens_of_pass), groups = scale_reader_.groups(),
+                  scales = scale_reader_.floats(tokens);
         std::size_t at = 0;
         const auto take = [&](int rows, int floats) {
             const std::size_t here = at;
@@ -60,7 +53,7 @@ public:
         scales_ = take(1, scales + Lanes::width);
         minima_ = take(1, layout.minimum ? scales + Lanes::width : 0);
         // Codes of scales, and floats of them before they are spread.
-        codes_ = take(1, scaled ? detail::larger(2 * tokens * groups_, scales) + 64 : 0);
+        codes_ = take(1, scaled ? detail::larger(2 * tokens * groups, scales) + 64 : 0);
         end_ = take(tokens, dim_ % row_chunk != 0 ? row_chunk : 0);
         line_ = detail::round_up(tokens, 2 * Lanes::width);
         lines_ = take(row_key_operands, line_);
@@ -199,14 +192,16 @@ private:
     }
 
     int key_passes() const { return 2 * detail::ceil_div(dim_, 128); }
-    int operand_floats() const { return detail::round_up(code_operands::floats(key_passes(), groups_), 16); }
+    int operand_floats() const {
+        return detail::round_up(code_operands::floats(key_passes(), scale_reader_.groups()), 16);
+    }
     /// Of begin_code_operands.
     std::size_t code_bytes() const {
         return static_cast<std::size_t>(key_passes()) * 13 * 64 * sizeof(float);
     }
     code_operands operands_of(int i, std::byte* workspace) const {
         auto* const all = reinterpret_cast<float*>(workspace + operands_);
-        return {all + i / row_key_operands * operand_floats(), key_passes(), groups_};
+        return {all + i / row_key_operands * operand_floats(), key_passes(), scale_reader_.groups()};
     }
     /// False: not by codes.
     bool keys_by_codes(const prepared& p, float* y, std::ptrdiff_t y_stride, bool add,
@@ -242,7 +237,7 @@ private:
                          std::byte* workspace) const {
         if constexpr (multiplies_codes<Lanes>) {
             if (!p.by_codes) return false;
-            if (!all_finite(w, p.pass.tokens, 0, n_, w_stride)) return false;
+            if (!all_finite_rows<Lanes>(w, p.pass.tokens, 0, n_, w_stride)) return false;
             auto& weights = *reinterpret_cast<code_weight_space*>(workspace + weights_);
             auto* const sums = reinterpret_cast<float*>(workspace);
             const bool nibbles = codes_of_layout_.of_nibbles, sixteens = layout_.channels == 16;
@@ -251,8 +246,9 @@ private:
             const int sets = sixteens ? 2 : 1;
             for (int i = 0; i < n_; i += row_key_operands) {
                 const int count = detail::smaller(n_ - i, row_key_operands);
-                for (int g = 0; g < groups_; g += weight_groups) {
-                    const int here = detail::smaller(groups_ - g, weight_groups), at = g * tokens_of_pass;
+                for (int g = 0; g < scale_reader_.groups(); g += weight_groups) {
+                    const int here = detail::smaller(scale_reader_.groups() - g, weight_groups),
+                              at = g * tokens_of_pass;
                     const float* const minima = p.pass.minima ? p.pass.minima + at : nullptr;
                     const auto prepare_weights =
                         sixteens ? (count > 1 ? &code_weights<Lanes, 4, 2> : &code_weights<Lanes, 1, 2>)
@@ -330,26 +326,23 @@ private:
                    true,
                    false,
                    at};
-        if (scale_line_ > 0) {
+        if (scale_reader_.line() > 0) {
             auto* const scales = reinterpret_cast<float*>(workspace + scales_);
             auto* const minima = reinterpret_cast<float*>(workspace + minima_);
-            const bool far_below = read_scales(of, at, tokens, workspace + codes_, scales, minima);
+            const bool far_below =
+                scale_reader_.read(of, at.rows, at.scales, tokens, workspace + codes_, scales, minima);
             const auto finite = [&](int power) {
-                return finite_scales(scales, tokens, power) &&
-                       (!layout_.minimum || finite_scales(minima, tokens, 0));
+                return scale_reader_.finite(scales, tokens, power) &&
+                       (!layout_.minimum || scale_reader_.finite(minima, tokens, 0));
             };
             // Sums of codes, below 2^31, are multiplied with them before operands' steps make them small.
             p.by_codes = by_codes_ && (far_below || finite(31));
             p.finite = p.by_codes || finite(0);
             p.pass.scales = scales;
             p.pass.minima = layout_.minimum ? minima : nullptr;
-            p.pass.scale_stride = scale_line_;
+            p.pass.scale_stride = scale_reader_.line();
         }
         return p;
-    }
-    bool finite_scales(const float* x, int tokens, int power) const {
-        return by_codes_ ? all_finite(x, tokens, power, groups_, group_step_)
-                         : all_finite(x, tokens * scale_line_, power);
     }
     /// For kernels of floats: all numbers, if there are many operands.
     void prepare_floats(const row_place& of, prepared& p, std::byte* workspace) const {
@@ -375,186 +368,6 @@ private:
                   nullptr,   nullptr,   0,      nullptr};
         p.functions = &row_functions_of<Lanes, plain_floats, row_scales::none>;
     }
-    /// Are 2^power * x, of rows of n? power: 0 or more.
-    static bool all_finite(const float* x, int n, int power = 0, int rows = 1, std::ptrdiff_t stride = 0) {
-        constexpr int width = Lanes::width;
-        // The exponent of those that are not reaches the sign.
-        const std::uint32_t least = static_cast<std::uint32_t>(power + 1) << 23;
-        const auto magnitude = Lanes::splat(0x7fffffff),
-                   to_sign = Lanes::splat(static_cast<std::int32_t>(least));
-        auto found = Lanes::splat(0);
-        std::uint32_t rest = 0;
-        for (int r = 0; r < rows; ++r, x += stride) {
-            int i = 0;
-            for (; i + width <= n; i += width)
-                found = Lanes::bit_or(
-                    found, Lanes::add(Lanes::bit_and(Lanes::as_ints(Lanes::load_floats(x + i)), magnitude),
-                                      to_sign));
-            for (; i < n; ++i) rest |= (detail::bit_cast<std::uint32_t>(x[i]) & 0x7fffffffu) + least;
-        }
-        return (any_bits(found) | rest) >> 31 == 0;
-    }
-    /// All words or-ed.
-    static std::uint32_t any_bits(typename Lanes::ints a) {
-        std::uint32_t words[Lanes::width], all = 0;
-        Lanes::store(reinterpret_cast<std::byte*>(words), a);
-        for (const std::uint32_t w : words) all |= w;
-        return all;
-    }
-
-    /// Collects the scales of all tokens, then converts vectors of them. True: 2^31 times each is finite.
-    bool read_scales(const row_place& of, const addresses& at, int tokens, std::byte* codes, float* scales,
-                     float* minima) const {
-        if (layout_.scale == row_layout::stored::fp16) {
-            const bool finite = read_halves(at, 0, tokens, codes, scales);
-            return (!layout_.minimum || read_halves(at, 2, tokens, codes, minima)) && finite;
-        }
-        const bool follow = of.group_stride == 1 && of.scale_stride == groups_ && !of.blocks;
-        if (by_codes_) return read_turned_scales(of.group_stride, follow, at, tokens, codes, scales);
-        const int all = tokens * groups_;
-        if (follow) {
-            std::memcpy(codes, at.scales[0], static_cast<std::size_t>(all));
-        } else {
-            for (int t = 0; t < tokens; ++t)
-                for (int g = 0; g < groups_; ++g) codes[t * groups_ + g] = at.scales[t][g * of.group_stride];
-        }
-        const int copies = layout_.channels / scale_channels_;
-        const bool dense = copies == 1 && scale_line_ == groups_;
-        float* const to = dense ? scales : reinterpret_cast<float*>(codes + detail::round_up(all, 64));
-        for (int i = 0; i < all; i += Lanes::width)
-            Lanes::store_floats(
-                to + i, Lanes::multiply(numbers_of_scales(layout_.scale, Lanes::load_bytes(codes + i)),
-                                        Lanes::splat_float(scale_factor_)));
-        for (int t = 0; t < tokens && !dense; ++t)
-            for (int g = 0; g < scale_line_; ++g)
-                scales[t * scale_line_ + g] = g / copies < groups_ ? to[t * groups_ + g / copies] : 0.0f;
-        return false;
-    }
-    static typename Lanes::floats numbers_of_scales(row_layout::stored kind, typename Lanes::ints codes) {
-        return kind == row_layout::stored::e4m3 ? float_lanes<Lanes, e4m3>::values(codes)
-                                                : powers_of_two<Lanes>(codes);
-    }
-    /// Four of a token in a word, words of a vector of tokens. follow: those of a token lie side by side,
-    /// and so do tokens.
-    bool read_turned_scales(std::ptrdiff_t group_stride, bool follow, const addresses& at, int tokens,
-                            std::byte* codes, float* to) const {
-        const auto factor = Lanes::splat_float(scale_factor_);
-        if constexpr (multiplies_codes<Lanes>)
-            if (follow && groups_ == 8 && e4m3_eights(at.scales[0], tokens, codes, to)) return true;
-        bool finite = true;
-        for (int g = 0; g < groups_; g += 4) {
-            const int here = detail::smaller(groups_ - g, 4);
-            const int copied = follow && groups_ == 4 ? tokens : 0;
-            if (copied > 0) std::memcpy(codes, at.scales[0], static_cast<std::size_t>(4 * tokens));
-            if (group_stride == 1 && here == 4)
-                for (int t = copied; t < tokens; ++t) std::memcpy(codes + 4 * t, at.scales[t] + g, 4);
-            else
-                for (int t = 0; t < tokens; ++t)
-                    for (int k = 0; k < here; ++k) codes[4 * t + k] = at.scales[t][(g + k) * group_stride];
-            const auto convert = [&](const auto& number) {
-                for (int t = 0; t < tokens; t += Lanes::width) {
-                    auto words = Lanes::load(codes + 4 * t);
-                    for (int k = 0; k < here; ++k, words = Lanes::template shift_right<8>(words))
-                        Lanes::store_floats(
-                            to + (g + k) * tokens_of_pass + t,
-                            Lanes::multiply(number(Lanes::bit_and(words, Lanes::splat(255))), factor));
-                }
-            };
-            if (layout_.scale == row_layout::stored::e4m3) {
-                if constexpr (multiplies_codes<Lanes>)
-                    if (here == 4 && e4m3_words(codes, tokens, to + g * tokens_of_pass)) continue;
-                convert([](auto x) { return numbers_of_scales(row_layout::stored::e4m3, x); });
-            } else {
-                convert([](auto x) { return numbers_of_scales(row_layout::stored::e8m0, x); });
-            }
-            finite = false;
-        }
-        return finite;
-    }
-    // Through 16-bit floats, whose unit is 2^-8 of theirs. False: 2^31 times one may be infinite, or it is NaN.
-    bool stays_finite() const { return scale_factor_ * 448.0f * 0x1p31f * 0.0f == 0.0f; }
-    static typename Lanes::ints nan_of_e4m3(typename Lanes::ints found, typename Lanes::ints codes) {
-        return Lanes::bit_or(found, Lanes::add(Lanes::bit_and(codes, Lanes::splat(0x7f7f7f7f)),
-                                               Lanes::splat(0x01010101)));
-    }
-    /// Eight of a token side by side, tokens behind each other.
-    bool e4m3_eights(const std::byte* from, int tokens, std::byte* codes, float* to) const {
-        constexpr int width = Lanes::width;
-        if (layout_.scale != row_layout::stored::e4m3 || !stays_finite()) return false;
-        const auto factor = Lanes::splat_float(256.0f * scale_factor_);
-        auto found = Lanes::splat(0);
-        for (int t = 0; t < tokens; t += width, from += 8 * width) {
-            if (tokens - t < width) {
-                std::memset(codes, 0, 8 * width);
-                std::memcpy(codes, from, static_cast<std::size_t>(8 * (tokens - t)));
-                from = codes;
-            }
-            const typename Lanes::ints two[2] = {Lanes::load(from), Lanes::load(from + 4 * width)};
-            found = nan_of_e4m3(nan_of_e4m3(found, two[0]), two[1]);
-            typename Lanes::floats of[8];
-            Lanes::turn_e4m3(two, of);
-            for (int k = 0; k < 8; ++k)
-                Lanes::store_floats(to + k * tokens_of_pass + t, Lanes::multiply(of[k], factor));
-        }
-        return (any_bits(found) & 0x80808080u) == 0;
-    }
-    /// Four in a word.
-    bool e4m3_words(const std::byte* codes, int tokens, float* to) const {
-        if (!stays_finite()) return false;
-        const auto factor = Lanes::splat_float(256.0f * scale_factor_);
-        auto found = Lanes::splat(0);
-        for (int t = 0; t < tokens; t += Lanes::width) {
-            found = nan_of_e4m3(found, Lanes::load(codes + 4 * t));
-            typename Lanes::floats of[4];
-            Lanes::load_e4m3_words(codes + 4 * t, of);
-            for (int k = 0; k < 4; ++k)
-                Lanes::store_floats(to + k * tokens_of_pass + t, Lanes::multiply(of[k], factor));
-        }
-        return (any_bits(found) & 0x80808080u) == 0;
-    }
-    /// The fp16 `offset` bytes behind the beginning of each group. True: all are known to be finite.
-    bool read_halves(const addresses& at, int offset, int tokens, std::byte* bits, float* to) const {
-        constexpr int width = Lanes::width;
-        const int step = layout_.group_bytes(layout_.channels);
-        if (!by_codes_) {
-            for (int t = 0; t < tokens; ++t)
-                for (int g = 0; g < groups_; ++g)
-                    std::memcpy(bits + 2 * (t * groups_ + g), at.rows[t] + offset + g * step, 2);
-            for (int i = 0; i < tokens * groups_; i += width)
-                Lanes::store_floats(to + i, Lanes::template load_values<float16>(bits + 2 * i));
-            return false;
-        }
-        auto found = Lanes::splat(0);
-        for (int g = 0; g < groups_; g += 4, to += 4 * tokens_of_pass) {
-            const int here = detail::smaller(groups_ - g, 4);
-            std::ptrdiff_t place[4];  // of four groups, or of the last one again
-            for (int k = 0; k < 4; ++k)
-                place[k] = offset + std::ptrdiff_t{g + detail::smaller(k, here - 1)} * step;
-            const int half = 4 * detail::round_up(tokens, width);
-            for (int t = 0; t < tokens; ++t) {
-                const std::byte* const row = at.rows[t];
-                const auto two = [&](int k) KVQ_INLINE_LAMBDA {
-                    return std::uint32_t{detail::load_as<std::uint16_t>(row + place[k])} |
-                           std::uint32_t{detail::load_as<std::uint16_t>(row + place[k + 1])} << 16;
-                };
-                const std::uint32_t first = two(0), second = two(2);
-                std::memcpy(bits + 4 * t, &first, 4);
-                std::memcpy(bits + half + 4 * t, &second, 4);
-            }
-            for (int t = 0; t < tokens; t += width)
-                for (int k = 0; k < here; k += 2) {
-                    const auto words = Lanes::load(bits + k / 2 * half + 4 * t);
-                    found = Lanes::bit_or(found,
-                                          Lanes::add(Lanes::bit_and(words, Lanes::splat(0x7fff7fff)),
-                                                     Lanes::splat(0x04000400)));
-                    float* const two = to + k * tokens_of_pass + t;
-                    Lanes::store_floats(two, Lanes::template halves<float16, 0>(words));
-                    if (k + 1 < here)
-                        Lanes::store_floats(two + tokens_of_pass, Lanes::template halves<float16, 1>(words));
-                }
-        }
-        return (any_bits(found) & 0x80008000u) == 0;
-    }
     /// The numbers of the last channels, which are no whole chunk, divided by the unit.
     void read_ends(const addresses& at, int tokens, float* to) const {
         const int whole = dim_ / row_chunk, n = dim_ % row_chunk;
@@ -575,8 +388,8 @@ private:
                 const std::byte* const group = at.rows[t] + c / n * bytes;
                 const float x = detail::number_of_code(
                     layout_.numbers, detail::code_at(layout_.numbers, group + layout_.front_bytes(), c % n));
-                const int scale = t * token_step_ + c / scale_channels_ * group_step_;
-                to[place(c)] = (scale_line_ > 0 ? detail::rounded_product(x, scales[scale]) : x) +
+                const int scale = scale_reader_.place(t, c);
+                to[place(c)] = (scale_reader_.line() > 0 ? detail::rounded_product(x, scales[scale]) : x) +
                                (layout_.minimum ? minima[scale] : 0.0f);
             }
         }
@@ -614,10 +427,10 @@ private:
     row_layout layout_;
     code_rows codes_of_layout_;
     const row_functions* of_layout_;
-    int n_, dim_, padded_, groups_, chunk_bytes_, scale_channels_, scale_line_, token_step_, group_step_,
-        line_;
+    int n_, dim_, padded_, chunk_bytes_, line_;
     bool by_codes_, pairs_;
-    float factor_, scale_factor_;
+    row_scale_reader<Lanes> scale_reader_;
+    float factor_;
     std::size_t scales_, minima_, codes_, end_, lines_, decoded_, operands_, weights_, addresses_, bytes_;
 };
 
