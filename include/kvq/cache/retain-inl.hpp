@@ -222,13 +222,7 @@ KVQ_FUNC void sequence::release() {
 KVQ_FUNC void sequence::release(int layer) {
     detail::page_table& table = tables_[static_cast<std::size_t>(layer)];
     if (!std::exchange(table.held, false)) return;
-    const std::exception_ptr failed = detail::caught([&] {
-        detail::chunk kept = new_chunk(layer, 0, detail::chunk_pages::after_attend);
-        kept.stage();
-        kept.plan_keys();
-        for (int i = 0; i < kept.jobs(); ++i) kept.quantize(i, scratch_.data());
-        kept.commit();
-    });
+    const std::exception_ptr failed = detail::caught([&] { commit_waiting(layer); });
     table.held = failed != nullptr;
     if (failed) std::rethrow_exception(failed);
 }
