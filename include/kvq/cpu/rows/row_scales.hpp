@@ -130,7 +130,7 @@ private:
         for (int g = 0; g < groups_; g += 4) {
             const int here = detail::smaller(groups_ - g, 4);
             const int copied = follow && groups_ == 4 ? tokens : 0;
-            if (copied > 0) std::memcpy(codes, places[0], static_cast<std::size_t>(4 * tokens));
+            if (copied > 0) std::memcpy(codes, places[0], 4 * static_cast<std::size_t>(tokens));
             if (group_stride == 1 && here == 4)
                 for (int t = copied; t < tokens; ++t) std::memcpy(codes + 4 * t, places[t] + g, 4);
             else
@@ -171,7 +171,7 @@ private:
         for (int t = 0; t < tokens; t += width, from += 8 * width) {
             if (tokens - t < width) {
                 std::memset(codes, 0, 8 * width);
-                std::memcpy(codes, from, static_cast<std::size_t>(8 * (tokens - t)));
+                std::memcpy(codes, from, 8 * static_cast<std::size_t>(tokens - t));
                 from = codes;
             }
             const typename Lanes::ints two[2] = {Lanes::load(from), Lanes::load(from + 4 * width)};
