@@ -109,10 +109,11 @@ public:
         const std::byte* const scales = block + (l.behind ? l.row_bytes(n) : l.number_bytes(n));
         for (int g = 0; g < l.groups(n); ++g) {
             const std::byte* const at = scales + g * l.scale_bytes();
-            const bool good = l.scale == stored::fp32 ? float_is_finite(at)
-                              : l.scale == stored::fp16
-                                  ? half_is_finite(at) && half_is_finite(at + l.bytes_behind(n))
-                                  : byte_is_finite(l.scale == stored::e4m3, *at);
+            const bool good =
+                l.scale == stored::fp32   ? float_is_finite(at)
+                : l.scale == stored::bf16 ? bfloat_is_finite(at) && bfloat_is_finite(at + l.bytes_behind(n))
+                : l.scale == stored::fp16 ? half_is_finite(at) && half_is_finite(at + l.bytes_behind(n))
+                                          : byte_is_finite(l.scale == stored::e4m3, *at);
             if (!good) return {g * l.group_of(n), l.group_of(n)};
         }
         return {-1, 0};
@@ -133,6 +134,11 @@ private:
         std::uint16_t bits;
         std::memcpy(&bits, at, 2);
         return (bits & 0x7c00u) != 0x7c00u;
+    }
+    static bool bfloat_is_finite(const std::byte* at) {
+        std::uint16_t bits;
+        std::memcpy(&bits, at, 2);
+        return (bits & 0x7f80u) != 0x7f80u;
     }
     static bool float_is_finite(const std::byte* at) {
         std::uint32_t bits;

@@ -491,8 +491,8 @@ def rint(x):
     return float(round(x))  # ties to even
 
 
-def mlx(row, bits):
-    """Codes in words of 32 bits; behind the page halves: scales of all tokens, then their biases."""
+def mlx(row, bits, write=half_bits, read=half_value):
+    """Codes in words of 32 bits; behind the page halves, or bfloat16: scales of all tokens, then their biases."""
     stream, scales, biases, values = 0, b"", b"", []
     top = (1 << bits) - 1
     for g, group in enumerate(cut(row, 64)):
@@ -507,9 +507,9 @@ def mlx(row, bits):
         codes = [int(max(0.0, min(float(top), rint(max(-1e6, min(1e6, f32(f32(limited(x) - start) / step))))))) for x in group]
         for i, c in enumerate(codes):
             stream |= c << (bits * (64 * g + i))
-        scales += half_bits(step)
-        biases += half_bits(start)
-        values += [f32(f32(c * half_value(scales[-2:])) + half_value(biases[-2:])) for c in codes]
+        scales += write(step)
+        biases += write(start)
+        values += [f32(f32(c * read(scales[-2:])) + read(biases[-2:])) for c in codes]
     return stream.to_bytes(len(row) * bits // 8, "little"), scales, values, biases
 
 
@@ -592,6 +592,11 @@ RECORDS = {
     "mlx-6-g64": (128, lambda row: mlx(row, 6), 16),
     "mlx-8-g64": (128, lambda row: mlx(row, 8), 16),
     "nvfp4-v4": (128, nvfp4, 16),
+    "mlx-2-g64-bf16": (128, lambda row: mlx(row, 2, bfloat, bfloat_value), 16),
+    "mlx-3-g64-bf16": (128, lambda row: mlx(row, 3, bfloat, bfloat_value), 16),
+    "mlx-4-g64-bf16": (128, lambda row: mlx(row, 4, bfloat, bfloat_value), 16),
+    "mlx-6-g64-bf16": (128, lambda row: mlx(row, 6, bfloat, bfloat_value), 16),
+    "mlx-8-g64-bf16": (128, lambda row: mlx(row, 8, bfloat, bfloat_value), 16),
     "int4-token-head": (128, int4_token_head, 16),
 }
 

@@ -217,10 +217,13 @@ TEST_CASE(
     test::generator random(seed);
     // Squared, as a part of the squares. int8 without fractions loses four times as much as rounded int8.
     const std::map<std::string, double> most{
-        {"mla-656", 8e-4},        {"mla-656-pow2", 9e-4}, {"mla-584", 9e-4},   {"mla-528", 9e-4},
-        {"mla-288", 1.1e-2},      {"index-132", 8e-4},    {"index-68", 2e-2},  {"int8-token-head", 3e-4},
-        {"fp8-token-head", 8e-4}, {"mlx-2-g64", 0.2},     {"mlx-3-g64", 4e-2}, {"mlx-4-g64", 1e-2},
-        {"mlx-6-g64", 6e-4},      {"mlx-8-g64", 4e-5},    {"nvfp4-v4", 1.1e-2}};
+        {"mla-656", 8e-4},        {"mla-656-pow2", 9e-4},    {"mla-584", 9e-4},
+        {"mla-528", 9e-4},        {"mla-288", 1.1e-2},       {"index-132", 8e-4},
+        {"index-68", 2e-2},       {"int8-token-head", 3e-4}, {"fp8-token-head", 8e-4},
+        {"mlx-2-g64", 0.2},       {"mlx-3-g64", 4e-2},       {"mlx-4-g64", 1e-2},
+        {"mlx-6-g64", 6e-4},      {"mlx-8-g64", 4e-5},       {"nvfp4-v4", 1.1e-2},
+        {"mlx-2-g64-bf16", 0.2},  {"mlx-3-g64-bf16", 4e-2},  {"mlx-4-g64-bf16", 1e-2},
+        {"mlx-6-g64-bf16", 6e-4}, {"mlx-8-g64-bf16", 8e-5}};
     for (const kvq::record_layout& l : kvq::record_layouts) {
         INFO(std::string(l.name));
         const kvq::token_records scheme(l);

@@ -94,6 +94,8 @@ class OtherMemory(Base):
         with self.assertRaisesRegex(kvq.ArgumentError, "fp8, which has no scales beside the rows"):
             of = kvq.Rows("fp8", memory[0][0], scales=memory[0][0][..., :0])
             kvq.attend_rows(of, of, q, tokens=tokens)
+        with self.assertRaisesRegex(TypeError, "block_table is no flat list of integers"):
+            kvq.attend_rows(*sides, q, tokens=16, block_table=np.zeros((3, 12), np.int32))
         with self.assertRaisesRegex(kvq.ArgumentError, "block 0 of the table is 12, but the memory has 12 blocks"):
             kvq.attend_rows(*sides, q, tokens=16, block_table=[12])
 
@@ -150,6 +152,12 @@ class OtherMemory(Base):
         for row in range(batch):  # a row of the batch is one block
             k, v = (x[row, :, :tokens].transpose(1, 0, 2) for x in held)
             self.expect(kvq.attend_rows(*sides, q, tokens=tokens, block_table=[row]), attention(q, k, v)[0])
+        upper = [(x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for x in (s, b)]  # a model in bfloat16
+        exact = [(x.astype(np.uint32) << 16).view(np.float32)[..., None] for x in upper]
+        rows = kvq.Rows("mlx-4-g64-bf16", w.view(np.uint8), order="HND", scales=upper[0].view(np.uint8), biases=upper[1].view(np.uint8))
+        codes = (w[..., None] >> np.arange(0, 32, 4, np.uint32) & 15).reshape(batch, KV, capacity, dim // 64, 64)
+        of_codes = (codes * exact[0] + exact[1]).reshape(batch, KV, capacity, dim)[1, :, :tokens].transpose(1, 0, 2)
+        self.expect(kvq.read_rows(rows, np.empty((tokens, KV, dim), np.float32), block_table=[1]), of_codes, 1e-6)
         of = [w.view(np.uint8), s.view(np.uint8), b.view(np.uint8)]
         with self.assertRaisesRegex(kvq.ArgumentError, r"biases have shape \[2, 2, 100, 4\], beside no scales; both must be"):
             kvq.Rows("mlx-4-g64", of[0], order="HND", biases=of[2])

@@ -108,22 +108,33 @@ struct rows_copy {
         if (reads_floats(from.view)) {
             finite = f.of_places.read(scheme, at, dim, t, n, s.values);
         } else {
-            // Products say whether scales are finite, of any layout.
-            const block_shape span{tensor::key, span_tokens, dim};
             const block_id id{0, head};
-            for (int c = 0; c < dim; ++c) s.zeros[c] = 0.0f;
-            f.make_plan(scheme, span, id, 1, s.plan);
-            f.begin(s.plan, span, id, nullptr, s.zeros, dim, s.plan_space);
-            finite = f.of_places.keys(s.plan, at, t, n, s.products, span_tokens, s.plan_space);
             from.gather(at, t, n, s.block);
             f.dequantize(scheme, {tensor::key, n, dim}, id, s.block, float_type::fp32, s.values, dim,
                          s.scratch);
+            finite = all_finite(s.values, n * dim) || finite_scales(from, at, id, t, n, s);
         }
         if (finite) return;
         const std::int64_t here = std::int64_t{head} << 32 | t;
         std::int64_t before = bad_scale.load();
         while (here < before && !bad_scale.compare_exchange_weak(before, here)) {
         }
+    }
+    static bool all_finite(const float* x, int n) {
+        float zero = 0.0f;
+        for (int i = 0; i < n; ++i) zero += x[i] * 0.0f;
+        return zero == 0.0f;
+    }
+    /// Products say whether scales are finite, or only numbers are not.
+    bool finite_scales(const rows& from, const row_place& at, const block_id& id, int t, int n,
+                       const space& s) const {
+        const format_functions& f = from.functions();
+        const void* const scheme = from.view.rows.scheme();
+        const block_shape span{tensor::key, span_tokens, dim};
+        for (int c = 0; c < dim; ++c) s.zeros[c] = 0.0f;
+        f.make_plan(scheme, span, id, 1, s.plan);
+        f.begin(s.plan, span, id, nullptr, s.zeros, dim, s.plan_space);
+        return f.of_places.keys(s.plan, at, t, n, s.products, span_tokens, s.plan_space);
     }
     void write(const rows& to, int head, int t, int n, const space& s) {
         const format_functions& f = to.functions();

@@ -14,6 +14,7 @@
 //   int8-token-head  any       int8 x n, fp32
 //   fp8-token-head   any       e4m3 x n, fp32
 //   mlx-B-g64        64 k      B bits x n                                          fp16 x k, fp16 biases x k
+//   mlx-B-g64-bf16   64 k      the same                                            bf16 x k, bf16 biases x k
 //   nvfp4-v4         16 k      e2m1 x n                                            e4m3 x k of four tokens
 //
 //   rule             scale, with M the largest number (448, 6, 127)
@@ -41,7 +42,7 @@ namespace kvq { inline namespace v0_3 {
 /// What a record of a token holds: a value, of which one scheme reads all.
 struct record_layout {
     enum class number : unsigned char { e4m3, e2m1, int8, bits };
-    enum class stored : unsigned char { fp32, fp16, e4m3, e8m0 };
+    enum class stored : unsigned char { fp32, fp16, e4m3, e8m0, bf16 };
     enum class rule : unsigned char { quotient, power_of_two, by_inverse, edges, zero_point };
 
     const char* name;
@@ -60,7 +61,7 @@ struct record_layout {
 
     KVQ_HD KVQ_NO_COPY constexpr bool biased() const noexcept { return fit == rule::edges; }
     KVQ_HD KVQ_NO_COPY constexpr int scale_bytes() const noexcept {
-        return scale == stored::fp32 ? 4 : scale == stored::fp16 ? 2 : 1;
+        return scale == stored::fp32 ? 4 : scale == stored::fp16 || scale == stored::bf16 ? 2 : 1;
     }
     KVQ_HD KVQ_NO_COPY constexpr int scaled_channels(int dim) const noexcept { return dim - wide; }
     KVQ_HD KVQ_NO_COPY constexpr int group_of(int dim) const noexcept {
@@ -124,6 +125,16 @@ inline constexpr record_layout record_layouts[] = {
      record_layout::rule::edges, 0, true},
     {"nvfp4-v4", 0, record_layout::number::e2m1, 4, 16, record_layout::stored::e4m3,
      record_layout::rule::quotient, 0, true, 0, 0, 16, true},
+    {"mlx-2-g64-bf16", 0, record_layout::number::bits, 2, 64, record_layout::stored::bf16,
+     record_layout::rule::edges, 0, true},
+    {"mlx-3-g64-bf16", 0, record_layout::number::bits, 3, 64, record_layout::stored::bf16,
+     record_layout::rule::edges, 0, true},
+    {"mlx-4-g64-bf16", 0, record_layout::number::bits, 4, 64, record_layout::stored::bf16,
+     record_layout::rule::edges, 0, true},
+    {"mlx-6-g64-bf16", 0, record_layout::number::bits, 6, 64, record_layout::stored::bf16,
+     record_layout::rule::edges, 0, true},
+    {"mlx-8-g64-bf16", 0, record_layout::number::bits, 8, 64, record_layout::stored::bf16,
+     record_layout::rule::edges, 0, true},
 };
 
 }}  // namespace kvq

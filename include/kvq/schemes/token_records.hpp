@@ -217,7 +217,7 @@ private:
 
         KVQ_HD KVQ_INLINE grid(const token_records& r, const std::byte* scale, const std::byte* bias) noexcept
             : step(r.stored_scale(scale)) {
-            if (r.layout_.biased()) add = half(bias);
+            if (r.layout_.biased()) add = r.half(bias);
             if (r.layout_.fit == rule::zero_point)
                 zero = static_cast<float>(detail::load_as<std::uint32_t>(scale) & zero_bits);
         }
@@ -273,10 +273,16 @@ private:
     KVQ_HD KVQ_INLINE static float limited(float x) noexcept {
         return x != x ? 0.0f : detail::smaller(detail::larger(x, -0x1p126f), 0x1p126f);
     }
-    KVQ_HD KVQ_INLINE static float half(const std::byte* from) noexcept {
-        return float16::to_float(detail::load_as<std::uint16_t>(from));
+    /// Scales and biases of 16 bits.
+    KVQ_HD KVQ_INLINE float half(const std::byte* from) const noexcept {
+        const auto bits = detail::load_as<std::uint16_t>(from);
+        return layout_.scale == stored::bf16 ? bfloat16::to_float(bits) : float16::to_float(bits);
     }
-    KVQ_HD KVQ_INLINE static void put_half(std::byte* to, float x) noexcept {
+    KVQ_HD KVQ_INLINE void put_half(std::byte* to, float x) const noexcept {
+        if (layout_.scale == stored::bf16) {
+            detail::store_as(to, bfloat16(x).bits);
+            return;
+        }
         constexpr float most = float16::max_finite;
         detail::store_as(to, float16(detail::smaller(detail::larger(x, -most), most)).bits);
     }
@@ -328,6 +334,7 @@ private:
                            ? detail::bit_cast<float>(detail::load_as<std::uint32_t>(from) & ~zero_bits)
                            : detail::load_as<float>(from);
             case stored::fp16:
+            case stored::bf16:
                 return half(from);
             case stored::e4m3:
                 return e4m3::to_float(static_cast<std::uint8_t>(*from));

@@ -111,14 +111,15 @@ KVQ_HD KVQ_INLINE constexpr float scale_of_code(row_layout::stored kind, std::by
     return kind == row_layout::stored::e8m0 ? e8m0::to_float(bits) : e4m3::to_float(bits);
 }
 
-/// Numbers of a group, one loop for each kind: 8-bit floats by a table.
+/// Numbers of a group, one loop for each kind: floats by a table.
 template <row_layout::number Kind>
 void load_numbers_of(const std::byte* from, int n, float* to) {
-    constexpr bool by_table = Kind == row_layout::number::e4m3 || Kind == row_layout::number::e5m2;
+    constexpr bool of_bytes = Kind == row_layout::number::e4m3 || Kind == row_layout::number::e5m2,
+                   by_table = of_bytes || Kind == row_layout::number::e2m1;
     if constexpr (by_table) {
         static constexpr auto table = [] {
-            std::array<float, 256> of{};
-            for (std::size_t code = 0; code < 256; ++code)
+            std::array<float, of_bytes ? 256 : 16> of{};
+            for (std::size_t code = 0; code < of.size(); ++code)
                 of[code] = number_of_code(Kind, static_cast<std::uint8_t>(code));
             return of;
         }();

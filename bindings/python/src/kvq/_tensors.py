@@ -135,6 +135,8 @@ def integers(values: Iterable[int], name: str) -> Tuple[Any, int]:
         held = array.array("i", values)
     except OverflowError:
         raise ArgumentError(f"kvq: {name} has an entry that is no 32-bit integer") from None
+    except TypeError as e:
+        raise TypeError(f"{name} is no flat list of integers: {e}") from None
     return (ctypes.c_int32 * len(held)).from_buffer(held) if held else (ctypes.c_int32 * 0)(), len(held)
 
 

@@ -287,10 +287,16 @@ private:
     static void find(const row_place& of, int first, int n, const std::byte** rows,
                      const std::byte** scales) {
         const bool of_scales = scales && of.scales;
-        for (int t = 0; t < n;) {
-            const int block = of.blocks ? (first + t) / of.block_tokens : 0,
-                      in_block = of.blocks ? (first + t) % of.block_tokens : first + t,
-                      here = of.blocks ? detail::smaller(n - t, of.block_tokens - in_block) : n;
+        if (of.blocks && of.block_tokens == 1) {
+            for (int t = 0; t < n; ++t) rows[t] = of.rows + of.blocks[first + t] * of.block_stride;
+            for (int t = 0; t < n && of_scales; ++t)
+                scales[t] = of.scales + of.blocks[first + t] * of.scale_block_stride;
+            return;
+        }
+        int block = of.blocks ? first / of.block_tokens : 0,
+            in_block = of.blocks ? first % of.block_tokens : first;
+        for (int t = 0; t < n; ++block, in_block = 0) {
+            const int here = of.blocks ? detail::smaller(n - t, of.block_tokens - in_block) : n;
             const std::ptrdiff_t number = of.blocks ? of.blocks[block] : 0;
             const std::byte* row = of.rows + number * of.block_stride + in_block * of.row_stride;
             for (int i = 0; i < here; ++i, row += of.row_stride) rows[t + i] = row;
