@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <kvq/attention/attend_rows.hpp>
+#include <kvq/attention/copy_rows.hpp>
 #include <kvq/attention/reference.hpp>
 #include <kvq/format/make_format.hpp>
 #include <kvq/kvq.hpp>
@@ -38,23 +38,6 @@ std::vector<std::byte> cache_tensor(unsigned seed) {
     return tensor;
 }
 
-/// The values of cells, [tokens][heads][dim]: each head's part of a row is a page of one token.
-std::vector<float> values_of(const std::vector<std::byte>& tensor,
-                             const std::vector<std::int32_t>& of_tokens) {
-    const kvq::token_rows q8_0(kvq::row_layout_named("q8_0"));
-    std::vector<float> values(of_tokens.size() * kv_heads * dim);
-    const kvq::block_shape one{kvq::tensor::key, 1, dim};
-    std::vector<std::byte> block(q8_0.block_bytes(one));
-    for (std::size_t t = 0; t < of_tokens.size(); ++t)
-        for (std::size_t h = 0; h < kv_heads; ++h) {
-            std::memcpy(block.data(),
-                        tensor.data() + static_cast<std::size_t>(of_tokens[t]) * row_bytes + h * head_bytes,
-                        head_bytes);
-            q8_0.dequantize(one, {}, block.data(), values.data() + (t * kv_heads + h) * dim);
-        }
-    return values;
-}
-
 }  // namespace
 
 int main() {
@@ -72,8 +55,17 @@ int main() {
                       .window = kvq::make_format<kvq::full<float>, kvq::scalar>(),
                       .page_tokens = page_tokens});
     auto sequence = cache.new_sequence();
-    const auto k = values_of(k_tensor, of_sequence), v = values_of(v_tensor, of_sequence);
+    // Every cell is a block of one token, and the cells of the sequence are its block table.
+    const auto view = [&](const std::vector<std::byte>& tensor) {
+        return kvq::rows_view{
+            .rows = q8_0, .data = tensor.data(), .head_stride = head_bytes, .block_stride = row_bytes};
+    };
+    const kvq::row_blocks blocks{of_sequence.data(), tokens, 1, cells};
+    kvq::workspace memory;
+    std::vector<float> k(tokens * kv_heads * dim), v(k.size());
     const kvq::token_view keys(k.data(), tokens, kv_heads, dim), values(v.data(), tokens, kv_heads, dim);
+    kvq::read_rows(view(k_tensor), blocks, 0, keys, memory);
+    kvq::read_rows(view(v_tensor), blocks, 0, values, memory);
     sequence.append(0, keys, values);
 
     // Pages that are whole hold llama.cpp's bytes, page by page: head, token, row of the head.
@@ -104,13 +96,8 @@ int main() {
     const kvq::token_view<const float> queries(q.data(), 1, q_heads, dim);
     sequence.attend(0, queries, kvq::token_view(of_pages.data(), 1, q_heads, dim));
 
-    // Nothing copied: every cell is a block of one token, and the cells of the sequence are its block table.
-    const auto view = [&](const std::vector<std::byte>& tensor) {
-        return kvq::rows_view{
-            .rows = q8_0, .data = tensor.data(), .head_stride = head_bytes, .block_stride = row_bytes};
-    };
-    kvq::workspace memory;
-    kvq::attend_rows(view(k_tensor), view(v_tensor), {of_sequence.data(), tokens, 1, cells},
+    // Nothing copied.
+    kvq::attend_rows(view(k_tensor), view(v_tensor), blocks,
                      {.tokens = tokens, .kv_heads = kv_heads, .head_dim = dim}, queries,
                      kvq::token_view(in_place.data(), 1, q_heads, dim), memory);
 

@@ -1,4 +1,4 @@
-"""Attention over the FP8 pages of vLLM, where they lie.
+"""Attention over the FP8 pages of vLLM, where they lie; a new token written to them; the sequence moved to a cache of kvq.
 
 vLLM keeps a layer as [key, value][blocks][block_size][heads][dim] of e4m3 bytes (numpy: uint8; torch: float8_e4m3fn), with one scale
 for its keys and one for its values: x = scale * number. Here its memory is made of random numbers; a torch tensor is taken as it is.
@@ -52,3 +52,17 @@ for head in range(Q_HEADS):
     worst = max(worst, float(np.linalg.norm(out[0, head] - exact) / np.linalg.norm(exact)))
 print(f"{TOKENS} tokens of vLLM's FP8 pages, attended in place: output off by {worst:.1e}")
 assert worst < 1e-5
+
+# The next token goes into vLLM's block, and the whole sequence to a machine that decodes in 4 bits with pages of 128 tokens.
+new = random.standard_normal((2, 1, KV_HEADS, DIM)).astype(np.float32)
+for rows, x in ((keys, new[0]), (values, new[1])):
+    assert kvq.write_rows(rows, x, first=TOKENS, block_table=block_table) == 0
+again = kvq.attend_rows(keys, values, q, tokens=TOKENS + 1, block_table=block_table)
+sequence = kvq.Cache(1, KV_HEADS, DIM, "std4").new_sequence()
+both = [np.empty((TOKENS + 1, KV_HEADS, DIM), np.float32) for _ in range(2)]
+for rows, x in zip((keys, values), both):
+    kvq.read_rows(rows, x, block_table=block_table)
+sequence.append(0, *both)
+off = float(np.linalg.norm(sequence.attend(0, q) - again) / np.linalg.norm(again))
+print(f"one token more, and the same in std4: {sequence.usage().bytes} bytes, off by {off:.1e}")
+assert 0 < off < 0.3 and np.abs(again - out).max() > 0
