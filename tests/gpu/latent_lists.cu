@@ -231,14 +231,18 @@ int main() {
     check_places<cuda::latent_pair<records_of<record_layout_number("mla-288")>, 512, 0, 512, 16>>(r);
     check_format<v3<records_of<record_layout_number("mla-656")>, 64>, v3<full<bfloat16>, 64>>("mla-656",
                                                                                               tiles, 8);
+    check_format<cuda::latent_pair<records_of<record_layout_number("mla-584")>, 448, 64, 512, 64>,
+                 cuda::latent_pair<full<bfloat16>, 448, 64, 512, 64>>("mla-584", tiles, 9);
 #endif
 #ifdef __CUDACC__
 #if PART == 1
     check_format<v3<affine4, 4>, v3<full<bfloat16>, 4>>("affine-4-g128, pages of 4", tiles, 4);
     check_format<v3<int8, 64>, v3<full<bfloat16>, 64>>("int8", tiles, 5);
 #elif PART == 2
-    check_format<cuda::latent_pair<records_of<record_layout_number("mla-584")>, 448, 64, 512, 64>,
-                 cuda::latent_pair<full<bfloat16>, 448, 64, 512, 64>>("mla-584", tiles, 9);
+    check_format<cuda::latent_pair<records_of<record_layout_number("mla-528")>, 512, 0, 512, 16>,
+                 cuda::latent_pair<full<bfloat16>, 512, 0, 512, 16>>("mla-528", tiles, 10);
+    check_format<cuda::latent_pair<records_of<record_layout_number("mla-288")>, 512, 0, 512, 64>,
+                 cuda::latent_pair<full<bfloat16>, 512, 0, 512, 64>>("mla-288", tiles, 11);
     check_format<cuda::latent_pair<int8, 448, 64, 512, 8>, cuda::latent_pair<full<float16>, 448, 64, 512, 8>>(
         "int8, V4, pages of 8", tiles, 6);
     check_format<v3<full<bfloat16>, 64>, v3<full<bfloat16>, 64>>("bf16", tiles, 7);

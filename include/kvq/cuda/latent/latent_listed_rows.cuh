@@ -46,6 +46,21 @@ inline constexpr const char* no_listed_tiles = []() -> const char* {
     return reason || Pair::second_channels == 0 ? reason : no_listed_rows<typename Pair::second_pair>();
 }();
 
+/// Of 16 tokens of so many octets: the token and the octet of a lane in a step.
+struct listed_place {
+    int token, octet;
+
+    template <int Octets>
+    __device__ __forceinline__ static listed_place of(int step, int lane) {
+        if constexpr (Octets % 32 == 0) {  // neighbouring lanes, one token
+            constexpr int per_token = Octets / 32;
+            return {step / per_token, step % per_token * 32 + lane};
+        } else {
+            return {(step * 32 + lane) / Octets, (step * 32 + lane) % Octets};
+        }
+    }
+};
+
 /// Channels of the 16 tokens of a tile that a warp has. Offset: of the channels' block in a page. So many
 /// warps share the tokens: the second one has the steps from `steps` on. Cuts: so many blocks of a cluster
 /// share the channels.
@@ -88,8 +103,8 @@ struct listed_rows {
 
     __device__ __forceinline__ static int first_octet(int cut) { return Cuts == 1 ? 0 : cut * octets; }
     /// block: where the page begins; `own` is that of `tokens`.
-    __device__ __forceinline__ static tokens find(const std::byte* block, int place, unsigned own, int lane,
-                                                  int cut) {
+    __device__ __forceinline__ static tokens find(const std::byte*, const std::byte* block, int place,
+                                                  unsigned own, int lane, int cut, int) {
         const int in_page = place % page;
         const std::byte* const at = block + Offset;
         tokens of;
@@ -201,6 +216,9 @@ __device__ __forceinline__ std::uint32_t any_word(const Rows& rows) {
     for (int i = 0; i < Rows::held; ++i)
 #pragma unroll
         for (int k = 0; k < Rows::octet_words; ++k) all |= rows.word[i][k];
+    if constexpr (requires { rows.scale; })
+#pragma unroll
+        for (int i = 0; i < Rows::held; ++i) all |= rows.scale[i];
     return all;
 }
 /// Asks for a batch of octets of a tile: all at once, and for the next one when all of them have come. (What
@@ -217,6 +235,15 @@ __device__ __forceinline__ void fetch_listed(Rows& rows, const typename Rows::to
                 row = Rows::template row<step>(of, first, lane);
             rows.template fetch<step>(row, first, lane);
         }
+    });
+}
+template <int Batch, class Rows>
+requires requires(Rows r) { r.scale; }
+__device__ __forceinline__ void fetch_listed(Rows& rows, const typename Rows::tokens& of, int, int lane) {
+    if (of.own == 0) return;
+    static_for<Rows::held>([&](auto number) {
+        constexpr int step = Batch * Rows::held + decltype(number)::value;
+        if constexpr (step < Rows::steps) rows.template fetch<step>(of, lane);
     });
 }
 /// Stores all octets, of which the first batch has been asked for, and asks for that of the next tile. to:
@@ -271,6 +298,50 @@ __device__ __forceinline__ void store_listed(Rows& rows, const typename Rows::to
     });
 }
 
+template <bool Whole, class Rows>
+requires requires(Rows r) { r.scale; }
+__device__ __forceinline__ void store_listed(Rows& rows, const typename Rows::tokens& now,
+                                             const typename Rows::tokens& next, std::uint32_t to, int row,
+                                             int first, int lane, int) {
+    constexpr int batches = Rows::steps == 0 ? 0 : kvq::detail::ceil_div(Rows::steps, Rows::held),
+                  octets = Rows::octets;
+    static_for<batches>([&](auto number) {
+        constexpr int batch = decltype(number)::value;
+        std::uint32_t word[Rows::held][4], scale[Rows::held];
+#pragma unroll
+        for (int i = 0; i < Rows::held; ++i) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) word[i][k] = rows.word[i][k];
+            scale[i] = rows.scale[i];
+        }
+        wait_for(any_word(rows));
+        if constexpr (batch + 1 < batches)
+            fetch_listed<batch + 1>(rows, now, first, lane);
+        else
+            fetch_listed<0>(rows, next, first, lane);
+        static_for<Rows::held>([&](auto one) {
+            constexpr int i = decltype(one)::value, step = batch * Rows::held + i;
+            if constexpr (step < Rows::steps) {
+                const int token = Rows::token_of(first, step / Rows::per_token, lane),
+                          begin = Rows::template first_octet<step>(lane), turn = Rows::turn(lane);
+                Rows::turn_words(word[i], lane);
+                std::uint32_t x[octets][4], at[octets];
+                static_for<octets>([&](auto of_step) {
+                    constexpr int k = decltype(of_step)::value;
+                    const int octet = begin + (k ^ turn);
+                    Rows::template halves<k>(x[k], word[i], scale[i], octet);
+                    at[k] = to + octet_offset<latent_tile>(row + token, octet);
+                });
+                if (Whole || (now.own >> token & 1u) != 0)
+#pragma unroll
+                    for (int k = 0; k < octets; ++k)
+                        store_shared_16(at[k], {__uint_as_float(x[k][0]), __uint_as_float(x[k][1]),
+                                                __uint_as_float(x[k][2]), __uint_as_float(x[k][3])});
+            }
+        });
+    });
+}
+
 /// What reads the first channels of a token, and the others, if there are others. Two blocks of a cluster
 /// have 256 of the first 512 each; the others they share by tokens, or one block has them alone.
 template <class Pair, int Words, int Sharers, int Cuts>
@@ -278,7 +349,8 @@ struct listed_parts {
     using first_pair = typename Pair::first_pair;
     static constexpr int second_channel = Cuts == 1 ? Pair::first_channels : 512,
                          cut_channels = second_channel / Cuts, others = Pair::head_dim - second_channel;
-    static constexpr bool two = others > 0, alone = false, one_block = Pair::first_channels > second_channel;
+    static constexpr bool two = others > 0, alone = false, again = false,
+                          one_block = Pair::first_channels > second_channel;
     using first = listed_rows<first_pair, second_channel, 0, Words, Sharers, Cuts>;
     using second =
         listed_rows<std::conditional_t<two && !one_block, typename Pair::second_pair, first_pair>,
@@ -291,7 +363,8 @@ template <class Pair, int Words, int Sharers, int Cuts>
 requires token_record_scheme<typename Pair::keys>
 struct listed_parts<Pair, Words, Sharers, Cuts> {
     using reader = record_reader<typename Pair::keys, Pair::head_dim, Pair::page_tokens>;
-    static constexpr bool two = reader::wide > 0, alone = Cuts > 1 && Pair::head_dim == 512;
+    static constexpr bool two = reader::wide > 0, alone = Cuts > 1 && Pair::head_dim == 512,
+                          again = reader::scaled % 128 != 0;
     static constexpr int cut_channels = Cuts > 1 ? 256 : reader::scaled, second_channel = reader::scaled;
     using first = listed_records<Pair, false, Words, Sharers, Cuts>;
     using second = listed_records<Pair, true, Words / 2, Sharers*(alone ? 1 : Cuts)>;
@@ -344,8 +417,8 @@ struct listed_sixteen {
     __device__ __forceinline__ tokens find(const listed_token& token) const {
         tokens of{token, {}, {}};
         if (const unsigned own = own_of<0>(token); own != 0) {
-            of.first = find_part<0, first_rows>(token, own);
-            if constexpr (two) of.second = find_part<0, second_rows>(token, own);
+            of.first = find_part<0, first_rows>(token, own, share * first_rows::steps);
+            if constexpr (two) of.second = find_part<0, second_rows>(token, own, second_step<0>());
         }
         return of;
     }
@@ -395,7 +468,7 @@ struct listed_sixteen {
                                share * first_rows::steps, lane, cut);
             if constexpr (two)
                 if (has_second<0>()) {
-                    if constexpr (rows_of<0>::alone) __syncwarp();
+                    if constexpr (rows_of<0>::again) __syncwarp();
                     store_listed<true>(second, now.second, next.second, second_place<0>(to), 16 * number,
                                        second_step<0>(), lane, 0);
                 }
@@ -432,11 +505,12 @@ private:
     }
     /// In place of a token that is not of this part any other one is read, so that there are no branches.
     template <int I, class Rows>
-    __device__ __forceinline__ typename Rows::tokens find_part(const listed_token& token,
-                                                               unsigned own) const {
+    __device__ __forceinline__ typename Rows::tokens find_part(const listed_token& token, unsigned own,
+                                                               int step) const {
         const bool is_own = token.part == I;
-        return Rows::find(get<I>(args.parts).cache.key_block(is_own ? token.page : 0, 0),
-                          is_own ? token.in_page : 0, own, lane, cut);
+        const auto& cache = get<I>(args.parts).cache;
+        return Rows::find(cache.key_pages, cache.key_block(is_own ? token.page : 0, 0),
+                          is_own ? token.in_page : 0, own, lane, Cuts == 1 ? 0 : cut, step);
     }
     template <int I>
     __device__ __forceinline__ void store_part(const listed_token& token, std::uint32_t to) const {
@@ -446,7 +520,7 @@ private:
         read<I, rows>(token, own, first_place<I>(to), share * rows::steps, cut);
         if constexpr (rows_of<I>::two)
             if (has_second<I>()) {
-                if constexpr (rows_of<I>::alone) __syncwarp();
+                if constexpr (rows_of<I>::again) __syncwarp();
                 read<I, typename rows_of<I>::second>(token, own, second_place<I>(to), second_step<I>(), 0);
             }
     }
@@ -454,7 +528,7 @@ private:
     __device__ __forceinline__ void read(const listed_token& token, unsigned own, std::uint32_t to, int step,
                                          int of_cut) const {
         Rows others;
-        const typename Rows::tokens of = find_part<I, Rows>(token, own);
+        const typename Rows::tokens of = find_part<I, Rows>(token, own, step);
         fetch_listed<0>(others, of, step, lane);
         store_listed<false>(others, of, {}, to, 16 * number, step, lane, of_cut);
     }
@@ -472,58 +546,6 @@ private:
         };
         if (token * Sharers / 16 == share) zeros(cut * cut_octets, (cut + 1) * cut_octets);
         if (token * Sharers * Cuts / 16 == share + Sharers * cut) zeros(first_octets, dim / 8);
-    }
-};
-
-/// The tiles of a piece that a warp has 16 tokens of, one after the other, `step` apart.
-template <class Args, int Words, int Cuts = 1>
-struct listed_run {
-    using sixteen_type = listed_sixteen<Args, Words, 1, Cuts>;
-    using pages_type = listed_pages<Args>;
-    const latent_piece& piece;
-    const pages_type pages;
-    sixteen_type sixteen;
-    int step;
-    typename sixteen_type::tokens now, next;
-    listed_token second, third;           // of the next tile, and of the one behind it
-    typename pages_type::entries fourth;  // of the tile behind that one
-    int list;                             // of the fifth
-
-    __device__ __forceinline__ listed_run(const Args& args, const latent_piece& p, int first, int by,
-                                          int number, int lane, int cut = 0)
-        : piece(p), pages(args, p.sequence), sixteen(args, number, 0, lane, cut), step(by) {
-        const int lists[4] = {listed(first), listed(first + by), listed(first + 2 * by),
-                              listed(first + 3 * by)};
-        list = listed(first + 4 * by);
-        const auto of_first = pages.look_up(lists[0]), of_next = pages.look_up(lists[1]),
-                   of_third = pages.look_up(lists[2]);
-        fourth = pages.look_up(lists[3]);
-        now = sixteen.find(pages.found(of_first));
-        sixteen.fetch(now);
-        second = pages.found(of_next);
-        sixteen.prefetch(second);
-        third = pages.found(of_third);
-        sixteen.prefetch(third);
-    }
-    /// Before store() of a tile: waits for what has been asked for before anything else is.
-    __device__ __forceinline__ void look_up(int tile) {
-        sixteen.arrive();
-        const listed_token after = pages.found(fourth);
-        fourth = pages.look_up(list);
-        list = listed(tile + 5 * step);
-        next = sixteen.find(second);
-        second = third;
-        third = after;
-        sixteen.prefetch(third);
-    }
-    __device__ __forceinline__ void store(std::uint32_t tile, std::uint32_t note) {
-        sixteen.store(now, next, tile, note);
-        now = next;
-    }
-
-private:
-    __device__ __forceinline__ int listed(int tile) const {
-        return tile < piece.to ? sixteen.listed(piece.sequence, tile) : -1;
     }
 };
 

@@ -67,6 +67,58 @@ struct latent_half_list_producer;
 
 #if KVQ_WARPGROUP_PRODUCTS
 
+/// The tiles of a piece that a warp has 16 tokens of, one after the other, `step` apart.
+template <class Args, int Words, int Cuts = 1>
+struct listed_run {
+    using sixteen_type = listed_sixteen<Args, Words, 1, Cuts>;
+    using pages_type = listed_pages<Args>;
+    const latent_piece& piece;
+    const pages_type pages;
+    sixteen_type sixteen;
+    int step;
+    typename sixteen_type::tokens now, next;
+    listed_token second, third;           // of the next tile, and of the one behind it
+    typename pages_type::entries fourth;  // of the tile behind that one
+    int list;                             // of the fifth
+
+    __device__ __forceinline__ listed_run(const Args& args, const latent_piece& p, int first, int by,
+                                          int number, int lane, int cut = 0)
+        : piece(p), pages(args, p.sequence), sixteen(args, number, 0, lane, cut), step(by) {
+        const int lists[4] = {listed(first), listed(first + by), listed(first + 2 * by),
+                              listed(first + 3 * by)};
+        list = listed(first + 4 * by);
+        const auto of_first = pages.look_up(lists[0]), of_next = pages.look_up(lists[1]),
+                   of_third = pages.look_up(lists[2]);
+        fourth = pages.look_up(lists[3]);
+        now = sixteen.find(pages.found(of_first));
+        sixteen.fetch(now);
+        second = pages.found(of_next);
+        sixteen.prefetch(second);
+        third = pages.found(of_third);
+        sixteen.prefetch(third);
+    }
+    /// Before store() of a tile: waits for what has been asked for before anything else is.
+    __device__ __forceinline__ void look_up(int tile) {
+        sixteen.arrive();
+        const listed_token after = pages.found(fourth);
+        fourth = pages.look_up(list);
+        list = listed(tile + 5 * step);
+        next = sixteen.find(second);
+        second = third;
+        third = after;
+        sixteen.prefetch(third);
+    }
+    __device__ __forceinline__ void store(std::uint32_t tile, std::uint32_t note) {
+        sixteen.store(now, next, tile, note);
+        now = next;
+    }
+
+private:
+    __device__ __forceinline__ int listed(int tile) const {
+        return tile < piece.to ? sixteen.listed(piece.sequence, tile) : -1;
+    }
+};
+
 /// As latent_producer, of listed tokens: a warp has 16 tokens of a tile.
 template <class Shape, class Args>
 struct latent_list_producer {

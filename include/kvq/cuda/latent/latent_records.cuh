@@ -192,65 +192,54 @@ private:
     }
 };
 
-/// Of 16 tokens of so many octets: the token and the octet of a lane in a step.
-struct listed_place {
-    int token, octet;
-
-    template <int Octets>
-    __device__ __forceinline__ static listed_place of(int step, int lane) {
-        if constexpr (Octets % 32 == 0) {  // neighbouring lanes, one token
-            constexpr int per_token = Octets / 32;
-            return {step / per_token, step % per_token * 32 + lane};
-        } else {
-            return {(step * 32 + lane) / Octets, (step * 32 + lane) % Octets};
-        }
-    }
-};
-
 /// As listed_rows (latent_listed_rows.cuh), of the channels of records with a scale, or of the wide ones.
-/// Cuts of 256 channels with a scale: where the last one has fewer, what is stored behind them is to be
-/// written again.
+/// Eight lanes have 128 bytes of a token, lane i of tokens i / 8, i / 8 + 4, ...: nothing goes from lane to
+/// lane, since products take the bandwidth of shared memory. Cuts: of 256 channels. What is stored behind the
+/// last channel with a scale is to be written again.
 template <class Pair, bool Wide, int Words, int Sharers, int Cuts = 1>
 struct listed_records {
     using reader = record_reader<typename Pair::keys, Pair::head_dim, Pair::page_tokens>;
-    static constexpr int octets = Wide        ? reader::wide / 8
-                                  : Cuts == 1 ? reader::scaled_octets
-                                              : 32,
-                         steps = 16 * octets / 32 / Sharers, octet_words = Wide ? 4 : reader::octet_words,
-                         held = smaller(steps, larger(1, Words / octet_words));
-    /// Words with scales: of channels, of all of a token, of those of a cut.
-    static constexpr int word_channels = reader::group * 4 / reader::scale_bytes,
-                         scale_words = Wide ? 1 : ceil_div(reader::scaled, word_channels),
-                         cut_words = smaller(scale_words, ceil_div(octets * 8, word_channels)),
-                         sets = Wide ? 1 : ceil_div(cut_words, 2);
-    static_assert(Wide || Cuts == 1 ||
-                  (octets * 8 % word_channels == 0 &&
-                   Cuts * octets * octet_words * 4 <= reader::row_bytes));  // what is read
-    /// Steps that follow each other and have the same token in all lanes.
-    static constexpr int per_token = octets % 32 == 0 ? octets / 32 : 1;
+    static constexpr int octet_words = 4,  // of a step, which has so many octets:
+        own_words = Wide ? 4 : reader::octet_words, octets = 4 / own_words, channels = octets * 8;
+    static constexpr int all_channels = Wide        ? reader::wide
+                                        : Cuts == 1 ? reader::scaled
+                                                    : 256,
+                         per_token = ceil_div(all_channels, 8 * channels), own_tokens = 4 / Sharers,
+                         steps = all_channels == 0 ? 0 : own_tokens * per_token,
+                         held = smaller(steps, larger(1, Words / octet_words)),
+                         word_channels = reader::group * 4 / reader::scale_bytes;
+    /// Of a cut: bytes of numbers, words of scales.
+    static constexpr int cut_bytes = all_channels * own_words / 2, cut_scales = all_channels / word_channels;
+    static_assert(Wide || Cuts * cut_bytes <= reader::row_bytes);  // what is read
 
+    /// Places in the pages from `pages` on, in units of 16 and of 4 bytes.
     struct tokens {
-        const std::byte* row = nullptr;   // of the lane's token: lanes i and 16 + i have the same
-        unsigned own = 0;                 // bit i: token i is of this part
-        std::uint32_t scales[sets] = {};  // every second word
+        unsigned own = 0;  // bit i: token i is of this part
+        const std::byte* pages = nullptr;
+        int scales_at = 0;  // words behind the numbers of the cut
+        unsigned row[own_tokens] = {}, scales[reader::behind ? own_tokens : 1] = {};
     };
-    std::uint32_t word[held == 0 ? 1 : held][octet_words] = {};
+    std::uint32_t word[held == 0 ? 1 : held][octet_words] = {}, scale[held == 0 ? 1 : held] = {};
 
-    __device__ __forceinline__ static tokens find(const std::byte* block, int place, unsigned own, int lane,
-                                                  int cut) {
+    /// block: of the lane's token, lanes i and 16 + i have the same. first: step of the warp.
+    __device__ __forceinline__ static tokens find(const std::byte* pages, const std::byte* block, int place,
+                                                  unsigned own, int lane, int cut, int first) {
         const int in_page = place % Pair::page_tokens;
         tokens of;
         of.own = own;
-        of.row = block + in_page * reader::row_bytes +
-                 (Wide        ? reader::wide_at
-                  : Cuts == 1 ? 0
-                              : cut * (octets * octet_words * 4));
-        if constexpr (!Wide)
+        of.pages = pages;
+        of.scales_at = (reader::scales_at - cut * cut_bytes) / 4 + cut * cut_scales;
+        const auto row = static_cast<unsigned>((block + in_page * reader::row_bytes - pages) >> 4);
+        [[maybe_unused]] const auto scales =
+            static_cast<unsigned>((block + reader::scales_at + in_page * reader::scales_step - pages) >> 2);
 #pragma unroll
-            for (int i = 0; i < sets; ++i)
-                of.scales[i] = fetch_word(reinterpret_cast<const std::uint32_t*>(
-                    block + reader::scales_at + in_page * reader::scales_step +
-                    4 * smaller((Cuts == 1 ? 0 : cut * cut_words) + 2 * i + lane / 16, scale_words - 1)));
+        for (int j = 0; j < own_tokens; ++j) {
+            of.row[j] = __shfl_sync(0xffffffffu, row, token_of(first, j, lane)) +
+                        static_cast<unsigned>((Wide ? reader::wide_at : cut * cut_bytes) / 16);
+            if constexpr (reader::behind && !Wide)
+                of.scales[j] = __shfl_sync(0xffffffffu, scales, token_of(first, j, lane)) +
+                               static_cast<unsigned>(cut * cut_scales);
+        }
         return of;
     }
     /// Brings a record to the second-level cache.
@@ -262,48 +251,62 @@ struct listed_records {
         if constexpr (reader::behind)
             prefetch_line(block + reader::scales_at + in_page * reader::scales_step);
     }
-    template <int Step>
-    __device__ __forceinline__ static std::uintptr_t row(const tokens& of, int first, int lane) {
-        return __shfl_sync(0xffffffffu, reinterpret_cast<std::uintptr_t>(of.row),
-                           listed_place::of<octets>(first + Step, lane).token);
+    __device__ __forceinline__ static int token_of(int first, int j, int lane) {
+        return lane / 8 + 4 * (first / larger(1, per_token) + j);
     }
     template <int Step>
-    __device__ __forceinline__ void fetch(std::uintptr_t of_token, int first, int lane) {
-        constexpr int i = Step % held;
-        const auto* const from = reinterpret_cast<const std::uint32_t*>(of_token) +
-                                 listed_place::of<octets>(first + Step, lane).octet * octet_words;
-        if constexpr (octet_words == 4) {
-            const uint4 v = fetch_16(reinterpret_cast<const uint4*>(from));
-            word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
-        } else if constexpr (octet_words == 2) {
-            const uint2 v = fetch_two_words(reinterpret_cast<const uint2*>(from));
-            word[i][0] = v.x, word[i][1] = v.y;
-        } else {
-            word[i][0] = fetch_word(from);
+    __device__ __forceinline__ static int first_octet(int lane) {
+        return (lane % 8 + 8 * (Step % per_token)) * octets;
+    }
+    template <int Step>
+    __device__ __forceinline__ void fetch(const tokens& of, int lane) {
+        constexpr int i = Step % held, j = Step / per_token, k = Step % per_token;
+        const auto* const row = reinterpret_cast<const uint4*>(of.pages) + of.row[j];
+        const uint4 v = fetch_16(row + lane % 8 + 8 * k);
+        word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
+        if constexpr (!Wide) {
+            const int number = first_octet<Step>(lane) * 8 / word_channels;
+            if constexpr (reader::behind)
+                scale[i] =
+                    fetch_word(reinterpret_cast<const std::uint32_t*>(of.pages) + of.scales[j] + number);
+            else
+                scale[i] = fetch_word(reinterpret_cast<const std::uint32_t*>(row) + (of.scales_at + number));
         }
     }
-    template <int Step>
-    __device__ __forceinline__ void halves(std::uint32_t (&x)[4], const tokens& of,
-                                           const std::uint32_t (&w)[octet_words], int token, int octet,
-                                           int) const {
+    /// Lanes begin with different octets, so that eight of them store to all banks.
+    __device__ __forceinline__ static int turn(int lane) {
+        return octets == 2 ? lane >> 2 & 1 : octets == 4 ? lane >> 1 & 3 : 0;
+    }
+    /// w: of a step, gets those that turn(lane) brings to the beginning.
+    __device__ __forceinline__ static void turn_words(std::uint32_t (&w)[4], int lane) {
+        const auto exchange = [&](bool wanted, int a, int b) {
+            const std::uint32_t x = w[a], y = w[b];
+            w[a] = wanted ? y : x;
+            w[b] = wanted ? x : y;
+        };
+        if constexpr (octets == 2) {
+            exchange(lane >> 2 & 1, 0, 2);
+            exchange(lane >> 2 & 1, 1, 3);
+        } else if constexpr (octets == 4) {
+            exchange(lane >> 1 & 1, 0, 1);
+            exchange(lane >> 1 & 1, 2, 3);
+            exchange(lane >> 2 & 1, 0, 2);
+            exchange(lane >> 2 & 1, 1, 3);
+        }
+    }
+    /// Number: of the octet, after turn_words(). octet: where it is.
+    template <int Number>
+    __device__ __forceinline__ static void halves(std::uint32_t (&x)[4], const std::uint32_t (&w)[4],
+                                                  std::uint32_t of_scale, int octet) {
         if constexpr (Wide) {
 #pragma unroll
             for (int k = 0; k < 4; ++k) x[k] = w[k];
             reader::wide_halves(x);
         } else {
-            const int g = octet * 8 / word_channels;
-            std::uint32_t scale = 0;
+            std::uint32_t own[own_words];
 #pragma unroll
-            for (int i = 0; i < sets; ++i) {
-                // Of a step with 256 channels of one token: sets that have none of their words.
-                constexpr int begin = Step % per_token * 256, end = begin + 256;
-                if (octets % 32 == 0 &&
-                    ((i + 1) * 2 * word_channels <= begin || i * 2 * word_channels >= end))
-                    continue;
-                const std::uint32_t other = __shfl_sync(0xffffffffu, of.scales[i], g % 2 * 16 + token);
-                if (g / 2 == i) scale = other;
-            }
-            reader::halves(x, w, reader::scale_of(scale, octet));
+            for (int k = 0; k < own_words; ++k) own[k] = w[Number * own_words + k];
+            reader::halves(x, own, reader::scale_of(of_scale, octet));
         }
     }
 };
