@@ -374,6 +374,28 @@ TEST_CASE("values of pages that are not chosen, or skipped, are not read; keys o
     CHECK(values == report.pages - report.skipped);
 }
 
+TEST_CASE("skipped values: with a mass of 0 not even a share below all floats is left out") {
+    const kvq::cache_shape shape{.layers = 1, .kv_heads = 1, .head_dim = 1};
+    test::plain_cache cache(shape, {.recent = 0, .page_tokens = 32});
+    test::tensor<float> k(192, 1, 1), v(192, 1, 1), q(1, 1, 1);
+    q.view().at(0, 0)[0] = 1.0f;
+    for (int t = 0; t < 192; ++t) {  // page 1 has all values, and 2^-149 of the weight
+        k.view().at(t, 0)[0] = t < 64 ? 0.0f : 102.0f;
+        v.view().at(t, 0)[0] = t / 32 == 1 ? 65504.0f : 0.0f;
+    }
+    auto sequence = cache.new_sequence();
+    sequence.append(0, k.view(), v.view());
+    for (const float mass : {0.0f, 1e-4f}) {
+        kvq::skipping_report report;
+        test::tensor<float> dense(1, 1, 1), some(1, 1, 1);
+        sequence.attend(0, q.view(), dense.view());
+        sequence.attend(0, q.view(), some.view(), kvq::skipped_values{mass, &report});
+        CHECK(some.values() == dense.values());
+        CHECK(report.most_left_out <= mass);
+        CHECK((report.skipped > 0) == (mass > 0.0f));
+    }
+}
+
 TEST_CASE_TEMPLATE("skipped values: what is left out is counted and bounds the error", C, test::kivi_cache,
                    test::mixed_cache, test::rotated_cache, test::custom_cache) {
     const auto seed = test::seed();

@@ -311,6 +311,7 @@ TEST_CASE_TEMPLATE("memory that runs out anywhere in a batch leaves all of its s
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
+    int all_failures = 0;
     for (int round = 0; round < 4; ++round) {
         test::counting_resource memory;
         const auto shape = test::random_cache_shape(random, C::key_table::size, 8);
@@ -357,9 +358,11 @@ TEST_CASE_TEMPLATE("memory that runs out anywhere in a batch leaves all of its s
             for (std::size_t i = 0; i < held.size(); ++i) REQUIRE(contents(cache, held[i]) == before[i]);
             REQUIRE(contents(cache, shared, true) == theirs);
         }
-        CHECK(failures > 6);
+        CHECK(failures > 0);
+        all_failures += failures;
         CHECK(contents(cache, shared, true) == theirs);
     }
+    CHECK(all_failures > 24);
 }
 
 TEST_CASE_TEMPLATE(
