@@ -186,10 +186,10 @@ TEST_CASE("attention over the memory of other systems is that of double on its v
     kvq::workspace memory;
     for (const kvq::row_layout& l : kvq::row_layouts)
         for (int round = 0; round < 4; ++round) {
-            const int unit = l.channels > 0 ? l.channels : 24, dim = unit * random.between(1, 4),
-                      value_dim = unit * random.between(1, 4), heads = random.between(1, 3),
-                      group = random.between(1, 5), tokens = random.between(1, 300),
-                      block_tokens = round == 0 ? 1 : random.between(1, 64),
+            const int unit = l.channels > 0 ? l.channels : 24 + round % 2 * 40,
+                      dim = unit * random.between(1, 4), value_dim = unit * random.between(1, 4),
+                      heads = random.between(1, 3), group = random.between(1, 5),
+                      tokens = random.between(1, 300), block_tokens = round == 0 ? 1 : random.between(1, 64),
                       used = (tokens + block_tokens - 1) / block_tokens, blocks = used + random.between(0, 5),
                       order = random.between(0, 2), queries = random.between(1, std::min(tokens, 20));
             INFO(l.name, ", ", tokens, " tokens in blocks of ", block_tokens, ", ", heads, " heads of ", dim,

@@ -80,6 +80,35 @@ struct register_ops<Arch> {
         __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(__m512i(a)), "v"(__m512i(x)));
         return sum;
     }
+    /// Has this CPU dot_pairs and lookup_128, which are written as assembly?
+    static bool multiplies_pairs() requires(std::derived_from<Arch, avx512vnni>) {
+        return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+    }
+    /// acc plus the products of pairs of bfloat16.
+    static KVQ_INLINE floats dot_pairs(floats acc, ints a, ints b) {
+        __m512 sum = acc;
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(__m512i(a)), "v"(__m512i(b)));
+        return sum;
+    }
+    /// Bytes of a table of 128: by the low seven bits of each byte of index.
+    static KVQ_INLINE ints lookup_128(const ints (&table)[2], ints index) {
+        __m512i found = index;
+        __asm__("vpermi2b %2, %1, %0" : "+v"(found) : "v"(__m512i(table[0])), "v"(__m512i(table[1])));
+        return found;
+    }
+    /// Of each 128-bit lane: bytes of a and b in turns, of the lower halves and of the upper ones.
+    static KVQ_INLINE void interleave_bytes(ints a, ints b, ints (&v)[2]) {
+        v[0] = _mm512_unpacklo_epi8(a, b);
+        v[1] = _mm512_unpackhi_epi8(a, b);
+    }
+    /// The same with 16-bit words, of a[0] and b[0], then of a[1] and b[1].
+    static KVQ_INLINE void interleave_words(const ints (&a)[2], const ints (&b)[2], ints (&v)[4]) {
+        KVQ_UNROLL
+        for (int k = 0; k < 2; ++k) {
+            v[2 * k] = _mm512_unpacklo_epi16(a[k], b[k]);
+            v[2 * k + 1] = _mm512_unpackhi_epi16(a[k], b[k]);
+        }
+    }
     static KVQ_INLINE void store_as_halfwords(std::byte* p, ints a, ints b) {
         const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
         _mm512_storeu_si512(p, _mm512_permutexvar_epi64(order, _mm512_packs_epi32(a, b)));

@@ -19,6 +19,7 @@
 #include "../../core/row_place.hpp"
 #include "../../core/shape.hpp"
 #include "row_functions.hpp"
+#include "row_pairs.hpp"
 #include "row_scales.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
@@ -35,6 +36,7 @@ public:
           by_codes_(multiplies_codes<Lanes> && codes_of_layout_),
           scale_reader_(layout, tensor_scale, s.dim, by_codes_) {
         const bool scaled = layout.scale != row_layout::stored::none;
+        by_pairs_ = multiplies_pairs(layout) && dim_ % pair_channels == 0;
         pairs_ = of_layout_ && of_layout_->pairs;
         factor_ = (scaled ? 1.0f : tensor_scale);
         padded_ = detail::round_up(dim_, row_chunk);
@@ -66,6 +68,10 @@ public:
             operands_ = take(detail::ceil_div(n, row_key_operands), operand_floats());
             weights_ = take(1, sizeof(code_weight_space) / sizeof(float));
         }
+        // Operands of keys, or weights of values.
+        if (by_pairs_)
+            operands_ = take(1, detail::larger(detail::ceil_div(n, row_key_operands) * dim_ * 4 + 1,
+                                               row_key_operands * tokens_of_pass));
         addresses_ = at;
         bytes_ = at + detail::round_up(sizeof(addresses), std::size_t{64});
     }
@@ -83,6 +89,15 @@ public:
                 begin_code_operands<Lanes>(codes_of_layout_, x + i * x_stride, x_stride,
                                            detail::smaller(n_ - i, row_key_operands), dim_, layout_.minimum,
                                            operands_of(i, workspace), decoded);
+        if constexpr (has_pairs<Lanes>) {
+            if (!by_pairs_) return;
+            pairs_are_finite(workspace) = std::byte{all_finite_rows<Lanes>(to, n_ * padded_, 1)};
+            for (int i = 0; i < n_; i += row_key_operands)
+                begin_pair_operands<Lanes>(
+                    x + i * x_stride, x_stride, detail::smaller(n_ - i, row_key_operands), dim_,
+                    workspace + operands_ + i / row_key_operands * pair_operand_bytes(),
+                    workspace + decoded_);
+        }
     }
 
     /// ahead: distance to the rows that are read next; 0: none.
@@ -96,7 +111,9 @@ public:
             const int here = detail::smaller(tokens - first, tokens_of_pass);
             prepared p = prepare(rows, from + first, here, ahead, workspace);
             finite = finite && p.finite;
-            if (keys_by_codes(p, y + first, y_stride, add, workspace)) continue;
+            if (keys_by_codes(p, y + first, y_stride, add, workspace) ||
+                keys_by_pairs(p, y + first, y_stride, add, workspace))
+                continue;
             prepare_floats(rows, p, workspace);
             const float factor = factor_ * p.functions->unit;
             for (int i = 0; i < n_; i += row_key_operands) {
@@ -123,8 +140,9 @@ public:
             const int here = detail::smaller(tokens - first, tokens_of_pass);
             prepared p = prepare(rows, from + first, here, ahead, workspace);
             finite = finite && p.finite;
-            if (values_by_codes(p, w + first, w_stride, workspace)) {
-                add_sums(sums, 1.0f, 0, y, y_stride, add || first > 0);
+            const bool by_codes = values_by_codes(p, w + first, w_stride, workspace);
+            if (by_codes || values_by_pairs(p, w + first, w_stride, workspace)) {
+                add_sums(sums, by_codes ? 1.0f : factor_, 0, y, y_stride, add || first > 0);
                 continue;
             }
             prepare_floats(rows, p, workspace);
@@ -165,6 +183,13 @@ private:
         addresses& at;
     };
 
+    static bool multiplies_pairs([[maybe_unused]] const row_layout& l) {
+        if constexpr (has_pairs<Lanes>)
+            return l.numbers == row_layout::number::e4m3 && l.scale == row_layout::stored::none &&
+                   Lanes::multiplies_pairs();
+        else
+            return false;
+    }
     int place(int c) const {
         return c / row_chunk * row_chunk + place_in_chunk(pairs_, Lanes::width, c % row_chunk);
     }
@@ -267,6 +292,48 @@ private:
                     of(p.pass, codes_of_layout_, g / sets, detail::ceil_div(here, sets), half, weights,
                        minima != nullptr, sums + i * padded_ + g / sets * row_chunk, padded_);
                 }
+            }
+            return true;
+        } else {
+            return false;
+        }
+    }
+
+    /// Behind the operands: whether they, rounded up, are finite.
+    std::byte& pairs_are_finite(std::byte* workspace) const {
+        return workspace[operands_ + detail::ceil_div(n_, row_key_operands) * pair_operand_bytes()];
+    }
+    /// Of four operands.
+    std::size_t pair_operand_bytes() const { return static_cast<std::size_t>(dim_) * 16; }
+    /// False: not by pairs.
+    bool keys_by_pairs(const prepared& p, float* y, std::ptrdiff_t y_stride, bool add,
+                       std::byte* workspace) const {
+        if constexpr (has_pairs<Lanes>) {
+            if (!by_pairs_ || pairs_are_finite(workspace) == std::byte{0}) return false;
+            auto* const lines = reinterpret_cast<float*>(workspace + lines_);
+            for (int i = 0; i < n_; i += row_key_operands) {
+                const int count = detail::smaller(n_ - i, row_key_operands);
+                const auto of = count > 1 ? &pair_keys<Lanes, row_key_operands> : &pair_keys<Lanes, 1>;
+                of(p.pass, workspace + operands_ + i / row_key_operands * pair_operand_bytes(), lines, line_);
+                for (int k = 0; k < count; ++k)
+                    put(lines + k * line_, p.pass.tokens, factor_, y + (i + k) * y_stride, add);
+            }
+            return true;
+        } else {
+            return false;
+        }
+    }
+    /// False: not by pairs.
+    bool values_by_pairs(const prepared& p, const float* w, std::ptrdiff_t w_stride,
+                         std::byte* workspace) const {
+        if constexpr (has_pairs<Lanes>) {
+            if (!by_pairs_ || !all_finite_rows<Lanes>(w, p.pass.tokens, 1, n_, w_stride)) return false;
+            auto* const sums = reinterpret_cast<float*>(workspace);
+            for (int i = 0; i < n_; i += row_key_operands) {
+                const int count = detail::smaller(n_ - i, row_key_operands);
+                const auto of = count > 1 ? &pair_values<Lanes, row_key_operands> : &pair_values<Lanes, 1>;
+                of(p.pass, w + i * w_stride, w_stride, count, sums + i * padded_, padded_,
+                   workspace + operands_);
             }
             return true;
         } else {
@@ -434,7 +501,7 @@ private:
     code_rows codes_of_layout_;
     const row_functions* of_layout_;
     int n_, dim_, padded_, chunk_bytes_, line_;
-    bool by_codes_, pairs_;
+    bool by_codes_, by_pairs_, pairs_;
     row_scale_reader<Lanes> scale_reader_;
     float factor_;
     std::size_t scales_, minima_, codes_, end_, lines_, decoded_, operands_, weights_, addresses_, bytes_;
