@@ -214,7 +214,7 @@ cuda::detail::layer_view view_before_prompt(const cuda::device_format& kernels, 
     expect(l.most_tokens >= 0, KVQ_ERROR_ARGUMENT, "layer.most_tokens is ", l.most_tokens);
     cuda::detail::layer_view v = view_of_layer(kernels, l);
     for (cuda::detail::layer_view::part& p : v.quantized)
-        if (p.first_page == l.committed && p.end_page == l.committed) p.capacity = 0;
+        if (p.first_page == l.committed && p.end_page == l.committed) p.span = 0;
     return v;
 }
 

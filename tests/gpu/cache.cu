@@ -2064,6 +2064,119 @@ void check_full_device() {
     CHECK(raised, "a folder without files");
 }
 
+/// The least prompt_scratch that a cache of the first formats takes; 0: its kernels take none.
+std::size_t least_scratch(int formats) {
+    cuda::cache c;
+    cuda::cache_options o;
+    o.formats = {"kivi-4-g32", "int8"};
+    o.formats.resize(static_cast<std::size_t>(formats));
+    const both_options of;
+    o.page_tokens = page;
+    o.sinks = of.sinks;
+    o.recent = of.recent;
+    o.rollback = of.rollback;
+    o.max_tokens = of.max_tokens;
+    o.step_tokens = of.step_tokens;
+    o.draft_tokens = of.draft_tokens;
+    o.prompt_scratch = 1;
+    const cuda::status s =
+        c.open({.layers = layers, .kv_heads = heads, .head_dim = dim}, o, std::span(&compiled(), 1), nullptr);
+    const char* const needs = s ? nullptr : std::strstr(s.message, "needs ");
+    CHECK(s || needs != nullptr, "%s", s.message);
+    return needs == nullptr ? 0 : std::strtoull(needs + 6, nullptr, 10);
+}
+
+/// Memory for half floats of prompts, and of parts of prompts in steps: for the tokens that there are, where
+/// the device has it, and not in graphs.
+void check_scratch() {
+    const std::size_t least = least_scratch(2);
+    // Pages of 32 tokens: another format has a tile of its own, and not all tokens again. Tiles: 128 tokens.
+    CHECK(least <= least_scratch(1) + 3 * (128 * dim * 4 + 64), "%zu bytes for two formats, %zu for one",
+          least, least_scratch(1));
+    const auto ok = [](const cuda::status& s) { CHECK(s, "%s", s.message); };
+    both_options options;
+    if (least > 0) options.prompt_scratch = least;
+    both_caches c(options);
+    test::rng r(29);
+    std::vector<float16> keys, values, x(c.q.size());
+    for (float16& y : x) y = float16(test::normal(r));
+    c.q.upload(x);
+    const cuda::sequence_id id = c.gpu.new_sequence(), other = c.gpu.new_sequence();
+    const auto prompt = [&](cuda::sequence_id of, int n) {
+        c.write(r, keys, values);
+        ok(c.gpu.begin_prompt(of, n, c.stream));
+        for (int layer = 0; layer < layers; ++layer)
+            ok(c.gpu.append(layer, c.rows(c.k, layer, n), c.rows(c.v, layer, n), c.stream));
+    };
+    // A prompt takes none where the device lacks it.
+    c.write(r, keys, values);
+    test::counted_memory::limit = test::counted_memory::bytes;
+    while (!c.gpu.begin_prompt(id, 250, c.stream)) test::counted_memory::limit += 4096;
+    test::counted_memory::limit = std::size_t{1} << 40;
+    CHECK(least == 0 || c.gpu.prompt_bytes() < least / 4, "%zu bytes of a prompt", c.gpu.prompt_bytes());
+    for (int layer = 0; layer < layers; ++layer)
+        ok(c.gpu.append(layer, c.rows(c.k, layer, 250), c.rows(c.v, layer, 250), c.stream));
+    constexpr int n = 5;
+    test::device_buffer<float> states(n * q_heads * (dim + 2));
+    const auto part = [&] {
+        const token_view<const float16> nothing(nullptr, 0, heads, dim);
+        ok(c.gpu.prefill_part(1, nothing, nothing, token_view<const float16>(c.q.get(), n, q_heads, dim),
+                              {.state_out = states.get()}, c.stream));
+    };
+    const auto begin = [&] { ok(c.gpu.begin_step(std::span(&id, 1), 0, c.stream)); };
+    const auto outputs = [&] {
+        CUDA_OK(cudaStreamSynchronize(c.stream));
+        std::vector<float> s = states.download();
+        states.upload(std::vector<float>(s.size(), NAN));
+        for (std::size_t i = 0; i < s.size(); i += dim + 2)
+            for (std::size_t j = 0; j < dim; ++j) s[i + 2 + j] /= s[i + 1];
+        return s;
+    };
+    const auto equal = [&](const std::vector<float>& a, const std::vector<float>& b, const char* what) {
+        double error = 0.0;
+        for (std::size_t i = 0; i < a.size(); ++i)
+            if (i % (dim + 2) > 1)
+                error = a[i] == a[i] ? std::max(error, std::abs(double{a[i]} - b[i])) : 1.0;
+        CHECK(error < 3e-3, "parts of prompts %s: error %g", what, error);
+    };
+    // Tests' memory stays as it was where the device has no more.
+    const std::size_t before = test::counted_memory::bytes;
+    begin();
+    test::counted_memory::limit = before;
+    part();
+    test::counted_memory::limit = std::size_t{1} << 40;
+    const std::vector<float> without = outputs();
+    CHECK(test::counted_memory::bytes == before, "a part of a prompt took memory that was not there");
+    part();
+    equal(outputs(), without, "with memory");
+    const std::size_t taken = test::counted_memory::bytes - before;
+    CHECK(least == 0 ? taken == 0 : taken > 0 && taken < least, "%zu bytes for 250 tokens, %zu for 1200",
+          taken, least);
+    // A graph stays right when a longer prompt moves the memory, and does not write where it was.
+    CUDA_OK(cudaStreamBeginCapture(c.stream, cudaStreamCaptureModeThreadLocal));
+    part();
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CUDA_OK(cudaStreamEndCapture(c.stream, &graph));
+    CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
+    const std::size_t held = test::counted_memory::bytes;
+    for (int i = 0; i < 4; ++i) prompt(other, 256);
+    ok(c.gpu.begin_prompt(other, 100, c.stream));
+    for (int layer = 0; layer < layers; ++layer) {
+        const auto k = c.rows(c.k, layer, 100), v = c.rows(c.v, layer, 100);
+        ok(c.gpu.prefill(layer, k, v, token_view<const float16>(c.q.get(), 100, q_heads, dim),
+                         token_view<float16>(c.out.get(), 100, q_heads, dim), {}, c.stream));
+    }
+    CHECK(least == 0 || test::counted_memory::bytes > held, "prompts took no memory");
+    const test::device_buffer<float> others(std::vector<float>(std::max<std::size_t>(taken, 64) / 4, 3.0f));
+    begin();
+    CUDA_OK(cudaGraphLaunch(exec, c.stream));
+    equal(outputs(), without, "in a graph");
+    for (const float y : others.download()) CHECK(y == 3.0f, "a graph writes to memory that was given back");
+    CUDA_OK(cudaGraphExecDestroy(exec));
+    CUDA_OK(cudaGraphDestroy(graph));
+}
+
 /// A second append of a layer; and what reads or follows a prompt that some layer lacks.
 void check_unfinished() {
     both_caches c({});
@@ -3227,6 +3340,7 @@ int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
         check_prefixes(22, false);
         check_prefixes(23, true);
         check_full_device();
+        check_scratch();
         check_lists();
     }
     run({}, 1, "4 sinks, 40 recent", long_run);

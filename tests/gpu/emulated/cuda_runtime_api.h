@@ -280,6 +280,12 @@ inline cudaError_t cudaDeviceSynchronize() {
     emulated_late.finish();
     return cudaSuccess;
 }
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+    const bool captured = stream != nullptr && stream->capture != nullptr;
+    *status = captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
     stream->capture = new emulated_graph;
     return cudaSuccess;

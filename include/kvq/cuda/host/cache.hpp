@@ -35,5 +35,6 @@
 #include "cache_pages.hpp"
 #include "cache_plans.hpp"
 #include "cache_resident.hpp"
+#include "cache_scratch.hpp"
 #include "cache_state.hpp"
 #include "cache_step.hpp"

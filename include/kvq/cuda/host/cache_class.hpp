@@ -440,8 +440,8 @@ private:
     bool lacks_page(sequence_id id, std::size_t group, int n) const noexcept;
     status check_options(const cache_options& options) const;
     status open_scratch();
-    std::size_t scratch_bytes(const detail::layer_group& g, int tokens, unsigned formats, int new_tokens,
-                              std::size_t most) const;
+    std::size_t scratch_bytes(const detail::layer_group& g, int tokens, const detail::format_spans& spans,
+                              int new_tokens, std::size_t most) const;
     prefill_scratch scratch_of(int layer) const;
     status make_rotations();
     status send_rotations(cudaStream_t stream);

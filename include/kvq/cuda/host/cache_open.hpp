@@ -170,27 +170,6 @@ inline status cache::make_groups(std::span<const device_format> compiled) {
     return {};
 }
 
-/// How much memory prefill() may take besides pages.
-inline status cache::open_scratch() {
-    std::size_t bytes[2] = {}, free = 0;  // of all heads, of one
-    for (const detail::layer_group& g : groups_)
-        for (int heads : {0, 1})
-            bytes[heads] =
-                common::larger(bytes[heads], g.format.functions->prompt_scratch_bytes(
-                                                 g.view(0, 1), g.geometry.first_token(g.columns), 1, heads));
-    most_scratch_ = options_.prompt_scratch;
-    if (bytes[0] > 0 && most_scratch_ == automatic_scratch) {
-        if (const cudaError_t code = cudaMemGetInfo(&free, &most_scratch_); code != cudaSuccess)
-            return detail::runtime_error(code, "asking for the device's memory");
-        most_scratch_ = common::larger(bytes[1], most_scratch_ / 128);
-    }
-    if (most_scratch_ != 0 && most_scratch_ < bytes[1])
-        return detail::bad_value("prompt_scratch is %zu bytes, but one kv head of max_tokens (%d) needs %zu",
-                                 most_scratch_, options_.max_tokens, bytes[1]);
-    most_scratch_ = common::smaller(most_scratch_, bytes[0]);
-    return {};
-}
-
 /// How the keys of all layers are rotated.
 inline status cache::make_rotations() {
     rotations_ = common::rotations_of(layers_, options_.rotary);

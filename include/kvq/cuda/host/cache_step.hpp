@@ -5,8 +5,6 @@
 // where layer_group::begin_prompt() says.
 #pragma once
 
-#include <bit>
-
 #include "cache_class.hpp"
 #include "group_plans.hpp"
 
@@ -191,8 +189,15 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     if (status s = find_chunks(of_steps, larger, stream); !s) return s;
     entry& e = entry_of(id);
     std::size_t staged = 0, lists = 0;
+    std::vector<detail::format_spans> spans(groups_.size());
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         const detail::layer_group& g = groups_[i];
+        for (int f = 0; f < g.kinds(); ++f) {
+            const auto [first, last] = e.pages[i].pages_of(f);
+            // Of the target, kernels do not know the last page before the prompt (view_before_prompt).
+            const int end = first < last && f == e.pages[i].target() ? e.pages[i].committed() : last;
+            spans[i].of[f] = (end - first) * g.geometry.page_tokens;
+        }
         lists += static_cast<std::size_t>(g.slot_lists());
         if (g.takes_steps() == cross) continue;
         const detail::pool_memory& m = g.window.memory();
@@ -202,12 +207,12 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     const std::size_t slot_bytes =
         common::round_up(lists * static_cast<std::size_t>(new_tokens) * sizeof(long long), std::size_t{256});
     status there;
-    for (const std::size_t most : {most_scratch_, std::size_t{1}}) {  // without room, of a head at a time
+    for (const std::size_t most : {most_scratch_, std::size_t{1}, std::size_t{0}}) {
         std::size_t bytes = staged;
         for (std::size_t i = 0; i < groups_.size() && !cross; ++i)
-            bytes = common::larger(
-                bytes, scratch_bytes(groups_[i], e.pages[i].paged_tokens(groups_[i].geometry),
-                                     e.pages[i].formats(), new_tokens, common::smaller(most, most_scratch_)));
+            bytes =
+                common::larger(bytes, scratch_bytes(groups_[i], e.pages[i].paged_tokens(groups_[i].geometry),
+                                                    spans[i], new_tokens, most));
         there = larger.find(staging_, options_.memory, slot_bytes + bytes, "a prompt", stream);
         if (there) break;
     }
@@ -230,11 +235,13 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
     for (std::size_t i = 0; i < groups_.size(); ++i) {
         detail::layer_group& g = groups_[i];
         const detail::moved_row row{e.pages[i], e.version, g.geometry};
-        const int runs = g.runs.runs_of(e.pages[i]);
+        const int runs = g.runs.runs_of(e.pages[i]), before = e.pages[i].paged_tokens(g.geometry);
         if (moved && g.takes_steps() != cross)
             moved = g.runs.send_before_prompt(e.pages[i], g.geometry, *g.format.functions, stream);
         if (g.takes_steps() == cross) {
             g.new_step();
+            g.now.spans = spans[i];
+            g.now.paged_before = before;
             std::ranges::fill(g.appended, char{1});  // there is nothing to append
             g.grow_row(0, id, e.version, e.pages[i], 0, false, to);
             continue;
@@ -242,12 +249,11 @@ inline status cache::begin_text(sequence_id id, int new_tokens, bool cross, cuda
         const bool plans_keys = g.plans.takes(e.pages[i].target()) &&
                                 e.pages[i].completes(new_tokens, g.geometry) &&
                                 detail::take_plan(g, e.pages[i]);
-        const unsigned formats = e.pages[i].formats();
         g.plans.begun = plans_keys ? e.pages[i].plan : page_ref{};
         found.push_back(g.begin_prompt(id, e.version, e.pages[i], new_tokens, staging_.as<>() + slot_bytes,
                                        slot_list, plans_keys, to));
-        g.now.paged_before = found.back().before;
-        g.now.formats_before = formats;
+        g.now.spans = spans[i];
+        g.now.paged_before = before;
         if (g.format.latent) found.push_back(g.run_slots(found.back()));
         slot_list += g.slot_lists() * new_tokens;
         g.now.runs = runs;
@@ -301,65 +307,6 @@ inline status cache::append_and_attend(int layer, const input_view& k, const inp
     }
     g.appended[static_cast<std::size_t>(member_of(layer))] = s ? 1 : 0;
     return s;
-}
-
-/// Of prefill() in layers of this kind, over pages of these formats.
-inline std::size_t cache::scratch_bytes(const detail::layer_group& g, int tokens, unsigned formats,
-                                        int new_tokens, std::size_t most) const {
-    if (most == 0) return 0;
-    detail::layer_view view = g.view(0, 1);
-    for (int f = 0; f < g.kinds() && g.takes_steps(); ++f)  // others are not seen as they were before it
-        if ((formats >> f & 1) == 0) view.quantized[f].capacity = 0;
-    const auto of_heads = [&](int heads) {  // of 0 tokens: those that tables name
-        return g.format.functions->prompt_scratch_bytes(view, common::larger(1, tokens), new_tokens, heads);
-    };
-    const std::size_t all = of_heads(0);
-    // Powers of two, so that few of a long text's chunks take larger memory.
-    return all == 0 ? 0 : common::larger(of_heads(1), common::smaller(std::bit_ceil(all), most));
-}
-/// Memory that begin_text() has found for a layer of the prompt, before append_prompt() has pages there.
-inline prefill_scratch cache::scratch_of(int layer) const {
-    if (most_scratch_ == 0) return {};
-    const detail::layer_group& g = group_of(layer);
-    const auto group = static_cast<std::size_t>(places_[static_cast<std::size_t>(layer)].group);
-    const int tokens =
-        g.takes_steps() ? g.now.paged_before : entry_of(step_.id).pages[group].paged_tokens(g.geometry);
-    return {staging_.as<>() + step_.slot_bytes, staging_.bytes() - step_.slot_bytes,
-            common::larger(1, tokens)};
-}
-
-inline status cache::prefill_part(int layer, const input_view& k, const input_view& v, const query_view& q,
-                                  prefill_options options, cudaStream_t stream) {
-    if (status s = check_layer(layer, {k.type, v.type, q.type}); !s) return s;
-    if (status s = check_score(layer, detail::score_mark::of<unmodified>(), true); !s) return s;
-    if (is_shared(layer) || is_cross(layer) || keys_alone(layer) || shared_chunk(layer) != nullptr)
-        return detail::bad_value(
-            "%s: parts of prompts are not for layers that share keys and values, or have cross or latent "
-            "attention",
-            describe(layer).c_str());
-    if (step_.rows != 1 || k.tokens > (step_.prompt ? step_.new_tokens : 0))
-        return detail::bad_value("a part of a prompt of %d sequences with %d of %d new tokens", step_.rows,
-                                 k.tokens, step_.prompt ? step_.new_tokens : 0);
-    if (step_.prompt)
-        if (status s = check_lacks(layer); !s) return s;
-    const auto nowhere = common::visit_float_type(
-        q.type, [&]<class T>(T) -> output_view { return token_view<T>(nullptr, q.tokens, q.heads, q.dim); });
-    const detail::layer_group& g = group_of(layer);
-    if (g.now.runs > 1)
-        return detail::bad_value("a part of a prompt behind keys that erase, shift or splice have moved");
-    if (status s = g.add_window(options, member_of(layer)); !s) return s;
-    if (step_.prompt) {
-        options.scratch = scratch_of(layer);
-    } else if (const std::size_t bytes = scratch_bytes(g, detail::most_tokens, ~0u, 0, most_scratch_);
-               bytes > 0) {
-        detail::larger_memories larger;
-        if (status s = larger.find(staging_, options_.memory, bytes, "a part of a prompt", stream); !s)
-            return s;
-        if (status s = larger.take(stream); !s) return s;
-        options.scratch = {staging_.as<>(), staging_.bytes(), 0};
-    }
-    return g.format.functions->prefill(step_.prompt ? g.view_before_prompt(member_of(layer)) : view(layer), k,
-                                       v, q, nowhere, nullptr, q.tokens, options, stream, nullptr);
 }
 
 inline std::size_t cache::prompt_bytes() const noexcept {

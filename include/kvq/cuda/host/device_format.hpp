@@ -47,6 +47,11 @@ namespace detail {
 /// Formats of one device_format at most.
 inline constexpr int most_formats = 4;
 
+/// Tokens from the first page of each of them to the last one; negative: not known.
+struct format_spans {
+    int of[most_formats] = {-1, -1, -1, -1};
+};
+
 /// One layer as kernels see it, before its formats are known. Sequences are the rows of the current step.
 struct layer_view {
     struct part {
@@ -65,7 +70,7 @@ struct layer_view {
         // another system; 0: pages of kvq.
         float scales[2] = {1.0f, 1.0f};
         std::size_t token_bytes = 0, head_bytes = 0;
-        int capacity = -1;  // as cache_part has it
+        int span = -1;  // as cache_part has it
     };
     part quantized[most_formats];
     resident_memory resident;

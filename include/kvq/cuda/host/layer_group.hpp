@@ -35,8 +35,9 @@ struct layer_group : group_formats {
     };
     /// What the step that has begun is for these layers.
     struct step {
-        unsigned targets = 0, formats_before = 0;  // that pages are committed to; of those before a prompt
-        int runs = 1;                              // launches of an attention (moved_runs.hpp)
+        unsigned targets = 0;  // formats that pages are committed to
+        int runs = 1;          // launches of an attention (moved_runs.hpp)
+        format_spans spans;    // of a prompt, before it
         // Of a prompt: the quantized pages before it, and the tokens, hidden ones too.
         int committed_before = 0, paged_before = 0;
         prompt_ranges ranges;
@@ -136,7 +137,8 @@ struct layer_group : group_formats {
         return std::any_of(mirror.begin() + cut_end_at(b), mirror.begin() + cut_end_at(end),
                            [](int pages) { return pages > 0; });
     }
-    bool holds(int f, int b) const noexcept { return mirror[static_cast<std::size_t>(end_at(f, b))] > 0; }
+    int word(int index) const noexcept { return mirror[static_cast<std::size_t>(index)]; }
+    bool holds(int f, int b) const noexcept { return word(end_at(f, b)) > word(first_at(f, b)); }
 
     void send(word_writer& to, int index, int value) const noexcept { to.put(first_word + index, value); }
     void put(word_writer& to, int index, int value) noexcept {
@@ -217,13 +219,11 @@ struct layer_group : group_formats {
                  ++i)
                 put(to, table_at(f, true, b) + i, -1);
         }
-        if (!known || from < end)
+        if (!known || from < end || r.gone < gone)
             for (int f = 0; f < kinds(); ++f) {
-                int first = 0, last = end;
-                while (last > 0 && s.format_of(last - 1) != f) --last;
-                while (first < last && s.format_of(first) != f) ++first;
-                put(to, first_at(f, b), first);
-                put(to, end_at(f, b), last);
+                const auto [first, last] = s.pages_of(f);
+                put(to, first_at(f, b), first < last ? first : 0);
+                put(to, end_at(f, b), first < last ? last : 0);
             }
         const int pages = s.pages() + static_cast<int>(s.ahead.size());
         for (int i = common::larger(0, pages - geometry.ring); i < pages; ++i) {
@@ -251,8 +251,7 @@ struct layer_group : group_formats {
     }
     int slot_lists() const noexcept { return format.latent ? 2 : 1; }
     /// A prompt has more pages than the ring: those that fall behind the recent window go to 16-bit pages of
-    /// one layer's scratch and are quantized from there, in one launch for all of them. Pages and scratch are
-    /// there.
+    /// one layer's scratch, and from there are quantized in one launch. Pages and scratch are there.
     prompt_slots begin_prompt(sequence_id id, std::uint64_t version, sequence_pages& s, int new_tokens,
                               std::byte* scratch, long long* slot_list, bool plans_keys, word_writer& to) {
         const page_run staged = staged_pages(s, new_tokens);
@@ -390,6 +389,7 @@ struct layer_group : group_formats {
                               nullptr,
                               0,
                               of_layer(of.feedback, static_cast<const float*>(nullptr))};
+            v.quantized[f].span = now.spans.of[f];
             if (pool.upper() != nullptr) v.quantized[f].lower = memory(pool);
             if (plans.takes(f)) {
                 v.quantized[f].key_plans = plans.of(member, 0, f);
@@ -442,7 +442,7 @@ struct layer_group : group_formats {
         v.committed = words + prompt_at() + 1;
         for (int f = 0; f < kinds(); ++f) {
             if ((now.targets >> f & 1) != 0) v.quantized[f].end_page = v.committed;
-            if ((now.formats_before >> f & 1) == 0) v.quantized[f].capacity = 0;  // no tiles
+            if (now.spans.of[f] == 0) v.quantized[f].first_page = v.quantized[f].end_page;
         }
         return v;
     }

@@ -145,7 +145,7 @@ struct device_table {
     static cache_part<Pair> part(const layer_view& l, int number) noexcept {
         const layer_view::part& p = l.quantized[number];
         const auto pages = quantized<Pair>(l, number, p.table);
-        return {pages, page_range::all, p.first_page, p.end_page, p.capacity, l.cuts};
+        return {pages, page_range::all, p.first_page, p.end_page, -1, p.span, l.cuts};
     }
     template <int... I>
     static auto mix(const layer_view& l, std::integer_sequence<int, I...>) noexcept {

@@ -192,10 +192,8 @@ private:
                 };
                 for (int i = first_gone; i < gone; ++i) name(i);
                 for (int i = common::larger(from, gone); i < end; ++i) name(i);
-                if (known && from >= end) continue;
-                int first = 0, last = end;
-                while (last > 0 && !named(last - 1)) --last;
-                while (first < last && !named(first)) ++first;
+                if (known && from >= end && first_gone >= gone) continue;
+                const auto [first, last] = s->pages_where(named);
                 put(to, first_at(r, f, b), first);
                 put(to, end_at(r, f, b), last);
             }

@@ -89,11 +89,17 @@ struct sequence_pages {
         return p != nullptr ? p->format - 1 : -1;
     }
 
-    /// Bit f: it has pages of format f.
-    unsigned formats() const noexcept {
-        unsigned found = 0;
-        for (int i = gone(); i < committed(); ++i) found |= 1u << (format_of(i) + 1);
-        return found >> 1;
+    /// Pages [first, end) from the first one to the last one of those that `named` says; where there is none,
+    /// none behind the last page.
+    template <class F>
+    std::pair<int, int> pages_where(F&& named) const {
+        int first = 0, end = committed();
+        while (end > 0 && !named(end - 1)) --end;
+        while (first < end && !named(first)) ++first;
+        return end > 0 ? std::pair(first, end) : std::pair(committed(), committed());
+    }
+    std::pair<int, int> pages_of(int format) const {
+        return pages_where([&](int i) { return format_of(i) == format; });
     }
 
     /// Where the next accepted token goes.

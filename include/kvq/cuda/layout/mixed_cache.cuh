@@ -42,6 +42,7 @@ struct cache_part {
         nullptr;  // [sequences], device memory: pages before it are not of this format. Null: 0
     const int* end_page = nullptr;  // [sequences]: nor are pages from here on. Null: as many as there are
     int capacity = -1;  // it holds so many tokens of a sequence at most; negative: as many as its table names
+    int span = -1;      // and has so many from first_page to end_page; negative: not known (prefill_scratch)
     page_cuts cuts = {};  // pages that are cut: the same for all parts
 };
 
@@ -95,7 +96,7 @@ Part as_part(const Part& part) noexcept { return part; }
 /// Parts and mixes as kernels read them (read_pair).
 template <class To, class Pair>
 cache_part<To> as_pair(const cache_part<Pair>& p) noexcept {
-    return {as_pair<To>(p.cache), p.range, p.first_page, p.end_page, p.capacity, p.cuts};
+    return {as_pair<To>(p.cache), p.range, p.first_page, p.end_page, p.capacity, p.span, p.cuts};
 }
 template <class Pair>
 cache_part<read_pair<Pair>> read_part(const cache_part<Pair>& p) noexcept {

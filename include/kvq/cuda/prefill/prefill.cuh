@@ -105,10 +105,11 @@ ready_tiles ready_for(const mixed_cache_ref<Parts...>& history, int tokens, int 
     ready_tiles ready;
     ready.columns = kvq::detail::ceil_div(most_new_tokens, tile);
     ready.ranges = 1;
-    // Tables of several formats name the same tokens, of which each holds some.
+    // Formats may hold pages in turns, and each makes tiles from its first page to its last one.
     for_each_part(history.parts, [&]<class Part>(const Part& part) {
         auto most = static_cast<long long>(part.cache.table_columns) * Part::pair_type::page_tokens;
         if (part.capacity >= 0) most = kvq::detail::smaller<long long>(most, part.capacity);
+        if (part.span >= 0) most = kvq::detail::smaller<long long>(most, part.span);
         most = kvq::detail::smaller<long long>(most, tokens > 0 ? tokens : most_tokens);
         ready.columns += kvq::detail::ceil_div(static_cast<int>(most), tile);
         ++ready.ranges;
