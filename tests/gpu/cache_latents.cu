@@ -840,13 +840,13 @@ struct history {
     }
 };
 
-void refused(const cuda::status& s, const char* words) {
+[[maybe_unused]] void refused(const cuda::status& s, const char* words) {
     CHECK(!s && std::strstr(s.message, words) != nullptr, "\"%s\" is not in \"%s\"", words, s.message);
 }
 
 /// Latents in the records of DeepSeek V3.2, and requantized to another format and back: the bytes of the CPU;
 /// outputs in double arithmetic on what the CPU dequantizes.
-void check_records() {
+[[maybe_unused]] void check_records() {
     constexpr int page = 32, dim = 576, values = 512, heads = 2, n = 3 * page + 50, room = n + 2;
     using kivi4 = typename kivi<4, 32>::keys;
     using records = records_of<record_layout_number("mla-656")>;
@@ -1019,19 +1019,25 @@ void check_refusals() {
 
 }  // namespace
 
+// Parts, each compiled for itself.
+#ifndef PART
+#define PART 0
+#endif
 int main([[maybe_unused]] int argc, [[maybe_unused]] char** argv) {
-    using few = caches<64, 16, 32, 2>;
 #ifdef __CUDACC__
     int steps = 600;
 #else
     int steps = 120;
 #endif
     if (argc > 1) steps = std::atoi(argv[1]);
+#if PART == 0
+    using few = caches<64, 16, 32, 2>;
     check_refusals<few>();
-    check_records();
     history<few>(4, 40, 16, 1, "latents of 64 + 16").run(steps);
+#elif PART == 1
+    check_records();
     history<caches<64, 16, 32, 2, float_rows<e4m3>>>(0, 3, 0, 2, "no sinks, 3 recent").run(steps / 2);
-#ifdef __CUDACC__
+#else
     history<caches<512, 64, 32, 16>>(4, 64, 16, 3, "latents of 512 + 64").run(steps / 10);
 #endif
     CHECK(test::counted_memory::bytes == 0, "%zu bytes were not given back", test::counted_memory::bytes);
