@@ -504,6 +504,15 @@ KVQ_API kvq_status kvq_cuda_kernels_find(const char* formats, int32_t head_dim, 
                                          const char* window, kvq_cuda_kernels** out);
 KVQ_API kvq_status kvq_cuda_kernels_free(kvq_cuda_kernels* kernels);
 
+/// Where the keys, or the values, of pages of another system lie: strides in bytes, from one token, and from
+/// one head, of a page to the next, as vLLM's NHD has them. Of fp8, fp8-e5m2, nvfp4, nvfp4-4over6, mxfp8 and
+/// mxfp4 whose scales of a token are a multiple of 4 bytes. Not of pages of a list (kvq_cuda_pages_requantize).
+typedef struct kvq_cuda_rows {
+    size_t token_stride, head_stride;  // multiples of 16; 0: one head after the other, as in kvq's pages
+    const void* scales;  // of all but fp8, in a tensor of their own; NULL: none. Multiples of 4:
+    size_t scale_page_stride, scale_token_stride, scale_head_stride;
+} kvq_cuda_rows;
+
 /// Pages of one format: page p begins at keys + p * key_stride and at values + p * value_stride.
 typedef struct kvq_cuda_pages {
     const char* format;               // by name; fp16 or bf16: values of the window's type
@@ -513,9 +522,7 @@ typedef struct kvq_cuda_pages {
     int32_t layer;  // of the model, counted from 1: formats with a transform (std4-h) need it; or 0
     /// Of the tensor, by which numbers were divided (vLLM's k_scale, v_scale): fp8, nvfp4; 0: 1.
     float key_scale, value_scale;
-    /// Of fp8 and fp8-e5m2: bytes from one token, and from one head, of a page to the next, as vLLM's NHD has
-    /// them; 0: one head after the other. Not of pages of a list (kvq_cuda_pages_requantize).
-    size_t token_stride, head_stride;
+    kvq_cuda_rows key_rows, value_rows;
 } kvq_cuda_pages;
 
 /// Bytes from a page of keys, and of values, to the next: the blocks of all kv heads, up to a multiple of 16.

@@ -86,28 +86,42 @@ void set_scales(const cuda::device_format& kernels, const kvq_cuda_pages& p, int
         }
 }
 
-void expect_dense(const kvq_cuda_pages& p, const char* name) {
-    expect(p.token_stride == 0 && p.head_stride == 0, KVQ_ERROR_UNSUPPORTED, name, " has tokens ",
-           p.token_stride, " and heads ", p.head_stride,
-           " bytes apart: strides are for fp8 and fp8-e5m2; kvq_cuda_pages_convert requantizes such pages");
-}
+constexpr kvq_cuda_rows kvq_cuda_pages::*both_rows[] = {&kvq_cuda_pages::key_rows,
+                                                        &kvq_cuda_pages::value_rows};
 
-/// Sets the strides of pages that lie as another system has them.
-void set_strides(const kvq_cuda_pages& p, cuda::detail::layer_view::part& to, const char* name) {
-    expect(p.token_stride != 0 || p.head_stride == 0, KVQ_ERROR_ARGUMENT, name, " has heads ", p.head_stride,
-           " bytes apart, but no stride of tokens");
-    to.token_bytes = p.token_stride;
-    to.head_bytes = p.head_stride;
+/// Sets the strides of pages that lie as another system has them. number: -1: of the window's type, or in a list.
+void set_strides(const cuda::device_format& kernels, const kvq_cuda_pages& p, int number,
+                 cuda::detail::layer_view::part& to, const char* name) {
+    for (int i = 0; i < 2; ++i) {
+        const kvq_cuda_rows& r = p.*both_rows[i];
+        if (r.token_stride == 0) {
+            expect(r.head_stride == 0 && r.scales == nullptr, KVQ_ERROR_ARGUMENT, name, " has heads ",
+                   r.head_stride, " bytes apart, or scales, but no stride of tokens");
+            continue;
+        }
+        expect(number >= 0, KVQ_ERROR_UNSUPPORTED, name, " has tokens ", r.token_stride, " and heads ",
+               r.head_stride,
+               " bytes apart: strides are for quantized pages that a table names; kvq_cuda_pages_convert "
+               "requantizes such pages");
+        expect(kernels.strided != nullptr && (kernels.strided->formats >> number & 1) != 0,
+               KVQ_ERROR_UNSUPPORTED, name, " has tokens ", r.token_stride, " bytes apart, but ",
+               kernels.kinds[static_cast<std::size_t>(number)].name, " of ", kernels.head_dim,
+               " channels has no strides: rows of others have (fp8, nvfp4, mxfp8, mxfp4), with multiples of "
+               "16 bytes and of 4 bytes of scales");
+        to.places[i] = {r.token_stride,      r.head_stride,        static_cast<const std::byte*>(r.scales),
+                        r.scale_page_stride, r.scale_token_stride, r.scale_head_stride};
+    }
+}
+void expect_dense(const cuda::device_format& kernels, const kvq_cuda_pages& p, const char* name) {
+    cuda::detail::layer_view::part none;
+    set_strides(kernels, p, -1, none, name);
 }
 /// The kernels of a call over these parts that read strides; null: no part has any.
 const cuda::detail::strided_functions* strided_of(const cuda::device_format& kernels,
                                                   const cuda::detail::layer_view& l) {
-    for (const auto& part : l.quantized) {
-        if (part.token_bytes == 0) continue;
-        expect(kernels.strided != nullptr, KVQ_ERROR_ARGUMENT, "pages have tokens ", part.token_bytes,
-               " bytes apart, but none of the formats of these kernels has rows of tokens (fp8, fp8-e5m2)");
-        return kernels.strided;
-    }
+    for (const auto& part : l.quantized)
+        for (const cuda::row_memory& m : part.places)
+            if (m.token_bytes != 0) return kernels.strided;
     return nullptr;
 }
 
@@ -131,12 +145,12 @@ cuda::detail::layer_view side_of_conversion(const cuda::device_format& kernels, 
     l.sequences = sequences;
     l.kv_heads = kv_heads;
     if (number < 0) {
-        expect_dense(part.pages, name);
+        expect_dense(kernels, part.pages, name);
     } else {
         cuda::detail::layer_view::part& p = l.quantized[number];
         p.pages = l.window;
         p.table = part.table;
-        set_strides(part.pages, p, name);
+        set_strides(kernels, part.pages, number, p, name);
         set_scales(kernels, part.pages, number, p, name);
     }
     return l;
@@ -162,7 +176,7 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
     expect_list(l.parts, l.part_count, "layer.parts");
     cuda::detail::layer_view v{};
     v.window = memory_of(kernels, l.window, -1, l.kv_heads, "layer.window");
-    expect_dense(l.window, "layer.window");
+    expect_dense(kernels, l.window, "layer.window");
     v.window_table = l.window_table;
     v.ring = l.window_columns;
     v.sinks = v.window;
@@ -172,7 +186,7 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
         kvq_cuda_pages sinks = l.sinks;
         sinks.page_tokens = sink_page_tokens;
         v.sinks = memory_of(kernels, sinks, -1, l.kv_heads, "layer.sinks");
-        expect_dense(sinks, "layer.sinks");
+        expect_dense(kernels, sinks, "layer.sinks");
         expect_data(l.sink_table, "layer.sink_table");
         v.sink_table = l.sink_table;
         v.sink_columns = common::ceil_div(l.sink_tokens, sink_page_tokens);
@@ -203,7 +217,7 @@ cuda::detail::layer_view view_of_layer(const cuda::device_format& kernels, const
         v.quantized[number] = {memory_of(kernels, part.pages, number, l.kv_heads, "a part"), part.table,
                                part.table, part.first_page,
                                part.end_page != nullptr ? part.end_page : l.committed};
-        set_strides(part.pages, v.quantized[number], "a part");
+        set_strides(kernels, part.pages, number, v.quantized[number], "a part");
         set_scales(kernels, part.pages, number, v.quantized[number], "a part");
     }
     return v;
@@ -289,7 +303,7 @@ kvq_status kvq_cuda_pages_store(const kvq_cuda_kernels* kernels, const kvq_cuda_
         kvq::cuda::detail::layer_view l{};
         l.kv_heads = k->heads;
         const auto memory = memory_of(of, *to, -1, k->heads, "to");
-        expect_dense(*to, "to");
+        expect_dense(of, *to, "to");
         const bool sinks = to->page_tokens == sink_page_tokens && of.page_tokens != sink_page_tokens;
         check(of.functions->store(l, memory, sinks, keys, values, reinterpret_cast<const long long*>(slots),
                                   stream_of(stream)));
@@ -316,8 +330,8 @@ kvq_status kvq_cuda_pages_requantize(const kvq_cuda_kernels* kernels, int32_t kv
         l.layer = layer_of(of, *to, target, layer_of(of, *from, source, -1, "from"), "to");
         l.not_finite = not_finite;
         const auto source_memory = memory_of(of, *from, source, kv_heads, "from");
-        expect_dense(*from, "from");
-        expect_dense(*to, "to");
+        expect_dense(of, *from, "from");
+        expect_dense(of, *to, "to");
         if (source >= 0) {
             l.quantized[source].pages = source_memory;
             set_scales(of, *from, source, l.quantized[source], "from");
@@ -349,7 +363,7 @@ kvq_status kvq_cuda_pages_dequantize(const kvq_cuda_kernels* kernels, int32_t kv
         kvq::cuda::detail::layer_view l{};
         l.layer = layer_of(of, from->pages, number, -1, "from");
         l.quantized[number] = {memory_of(of, from->pages, number, kv_heads, "from"), from->table};
-        set_strides(from->pages, l.quantized[number], "from");
+        set_strides(of, from->pages, number, l.quantized[number], "from");
         set_scales(of, from->pages, number, l.quantized[number], "from");
         l.tokens = tokens;
         l.sequences = sequences;

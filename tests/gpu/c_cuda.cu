@@ -59,6 +59,13 @@ kvq::library_format_list kvq::library_device_formats() noexcept {
                                       kvq::cuda::latent_pair<kvq::int8, 64, 16, 64, 64>>(),
         kvq::cuda::make_device_format<kvq::float16, kvq::cuda::index_pair<64, 64>>()};
     kvq::cuda::add_strides<kvq::float16, rows>(all[4]);
+#ifndef __CUDACC__  // the kernels are those of presets7 and prefill6
+    using both = keys_and_values<named<64, 32>::fp8, named<64, 32>::nvfp4>;
+    if (all.size() == 7) {
+        all.push_back(kvq::cuda::make_device_format<kvq::float16, both>());
+        kvq::cuda::add_strides<kvq::float16, both>(all.back());
+    }
+#endif
     return {all.data(), all.size(), sizeof(all[0])};
 }
 
@@ -1643,8 +1650,7 @@ void conversion_of_pages() {
     rows.pages.key_stride = rows.pages.value_stride = page_bytes;
     rows.pages.key_scale = scales[0];
     rows.pages.value_scale = scales[1];
-    rows.pages.token_stride = heads * row;
-    rows.pages.head_stride = row;
+    rows.pages.key_rows = rows.pages.value_rows = {heads * row, row, nullptr, 0, 0, 0};
     codes.table = to_table.get();
     codes.pages.format = "int8";
     codes.pages.keys = coded_keys.get();
@@ -1679,8 +1685,8 @@ void conversion_of_pages() {
     bad.pages.key_scale = 2.0f;
     REFUSED(there(rows, bad, of_turn), KVQ_ERROR_ARGUMENT, "int8");
     bad.pages.key_scale = 0.0f;
-    bad.pages.token_stride = 64;
-    REFUSED(there(rows, bad, of_turn), KVQ_ERROR_ARGUMENT, "tokens have no strides");
+    bad.pages.key_rows.token_stride = 64;
+    REFUSED(there(rows, bad, of_turn), KVQ_ERROR_UNSUPPORTED, "but int8 of 64 channels has no strides");
     bad = codes;
     bad.first_page = to_table.get();
     REFUSED(there(rows, bad, of_turn), KVQ_ERROR_ARGUMENT, "first_page");
@@ -1692,7 +1698,7 @@ void conversion_of_pages() {
     bad.pages.page_tokens = 16;
     REFUSED(there(bad, codes, of_turn), KVQ_ERROR_ARGUMENT, "pages of 16 tokens, not of");
     bad = rows;
-    bad.pages.head_stride = 24;
+    bad.pages.value_rows.head_stride = 24;
     REFUSED(there(bad, codes, of_turn), KVQ_ERROR_ARGUMENT, "multiples of 16");
     const uploaded<std::int32_t> one({0});
     kvq_cuda_pages window{};
@@ -1705,50 +1711,80 @@ void conversion_of_pages() {
     OK(kvq_cuda_kernels_free(of_codes));
 }
 
-/// An engine's pages of fp8, [token][head] with gaps, in place: attention and prompts against double, and
-/// what is dequantized.
-void strided_pages() {
+/// An engine's pages, [token][head] with gaps, in place: attention and prompts against double, and what is
+/// dequantized. K and V have strides of their own; values of nvfp4 have a tensor of scales.
+void strided_pages(const char* format) {
     test::rng r{10};
+    const bool fours = std::strcmp(format, "fp8") != 0;  // values
     constexpr int heads = 3, group = 2, queries = heads * group, sequences = 3,
                   lengths[sequences] = {70, 0, 33}, page = 32, columns = 3, row = dim, added[] = {3, 2, 0},
                   many = 5, pages = sequences * columns;
     constexpr float scales[] = {0.5f, 2.0f};
-    constexpr std::size_t head_bytes = row + 16, token_bytes = heads * head_bytes + 32;
+    const std::size_t row_bytes[] = {row, static_cast<std::size_t>(fours ? row / 2 : row)};
+    const std::size_t head_bytes[] = {row + 16, row_bytes[1]},
+                      token_bytes[] = {heads * head_bytes[0] + 32, heads * head_bytes[1]};
+    constexpr std::size_t of_head = 8, of_token = heads * of_head + 4, of_page = page * of_token + 16;
+    constexpr float e2m1[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
     kvq_cuda_kernels* kernels = nullptr;
-    OK(kvq_cuda_kernels_find("fp8", dim, page, nullptr, &kernels));
+    OK(kvq_cuda_kernels_find(format, dim, page, nullptr, &kernels));
     std::vector<std::int32_t> table(pages);
     std::iota(table.begin(), table.end(), 0);
     std::shuffle(table.begin(), table.end(), r);
     // NaN wherever there is no token.
     std::vector<std::byte> bytes[2];
     std::vector<double> numbers[2];  // [sequence][columns * page][head][dim]
+    std::vector<std::byte> of_values_scales(pages * of_page, std::byte{0x7f});
     for (int v = 0; v < 2; ++v) {
-        bytes[v].assign(pages * page * token_bytes, std::byte{0x7f});
+        bytes[v].assign(pages * page * token_bytes[v], std::byte{0x7f});
         numbers[v].resize(static_cast<std::size_t>(pages * page * heads * dim));
         for (int s = 0; s < sequences; ++s)
             for (int i = 0; i < lengths[s] * heads * dim; ++i) {
                 const int t = i / dim / heads, p = table[static_cast<std::size_t>(s * columns + t / page)];
+                const int head = i / dim % heads, channel = i % dim;
                 const auto code = static_cast<std::uint8_t>(r() % 0x50u | (r() & 0x80u));
-                bytes[v][(static_cast<std::size_t>(p * page + t % page)) * token_bytes +
-                         static_cast<std::size_t>(i / dim % heads) * head_bytes +
-                         static_cast<std::size_t>(i % dim)] = std::byte{code};
+                std::byte* const at =
+                    &bytes[v][static_cast<std::size_t>(p * page + t % page) * token_bytes[v] +
+                              static_cast<std::size_t>(head) * head_bytes[v]];
+                float number = kvq::e4m3::to_float(code);
+                if (v == 0 || !fours) {
+                    at[channel] = std::byte{code};
+                } else {
+                    std::byte& scale = of_values_scales[static_cast<std::size_t>(p) * of_page +
+                                                        static_cast<std::size_t>(t % page) * of_token +
+                                                        static_cast<std::size_t>(head) * of_head +
+                                                        static_cast<std::size_t>(channel / 16)];
+                    if (channel % 16 == 0) scale = std::byte(r() % 0x50u);
+                    const unsigned shift = channel % 2 * 4u;
+                    at[channel / 2] =
+                        at[channel / 2] & std::byte(0xf0u >> shift) | std::byte((code & 15u) << shift);
+                    number = e2m1[code & 7u] * ((code & 8u) != 0 ? -1.0f : 1.0f) *
+                             kvq::e4m3::to_float(static_cast<std::uint8_t>(scale));
+                }
                 numbers[v][static_cast<std::size_t>(s * columns * page * heads * dim + i)] =
-                    static_cast<double>(scales[v] * kvq::e4m3::to_float(code));
+                    static_cast<double>(scales[v] * number);
             }
     }
-    const uploaded<std::byte> keys(bytes[0]), values(bytes[1]);
+    const uploaded<std::byte> keys(bytes[0]), values(bytes[1]), value_scales(of_values_scales);
     const uploaded<std::int32_t> tables(table), committed({3, 0, 2}),
         tokens(std::vector<std::int32_t>(lengths, lengths + sequences));
     kvq_cuda_part part{};
     part.table = tables.get();
-    part.pages.format = "fp8";
+    part.pages.format = format;
     part.pages.keys = keys.get();
     part.pages.values = values.get();
-    part.pages.key_stride = part.pages.value_stride = page * token_bytes;
+    part.pages.key_stride = page * token_bytes[0];
+    part.pages.value_stride = page * token_bytes[1];
     part.pages.key_scale = scales[0];
     part.pages.value_scale = scales[1];
-    part.pages.token_stride = token_bytes;
-    part.pages.head_stride = head_bytes;
+    part.pages.key_rows = {token_bytes[0], head_bytes[0], nullptr, 0, 0, 0};
+    part.pages.value_rows = {token_bytes[1], head_bytes[1], nullptr, 0, 0, 0};
+    if (fours) {
+        kvq_cuda_rows& v = part.pages.value_rows;
+        v.scales = value_scales.get();
+        v.scale_page_stride = of_page;
+        v.scale_token_stride = of_token;
+        v.scale_head_stride = of_head;
+    }
     kvq_cuda_layer layer;
     KVQ_INIT(layer);
     layer.sequences = sequences;
@@ -1874,24 +1910,31 @@ void strided_pages() {
     layer.most_tokens = -1;
     REFUSED(kvq_cuda_pages_prefill_bytes(kernels, &layer, 1, 0, &of_tiles), KVQ_ERROR_ARGUMENT,
             "layer.most_tokens is -1");
-    layer.window.token_stride = row;
+    layer.window.key_rows.token_stride = row;
     REFUSED(attend(), KVQ_ERROR_UNSUPPORTED, "layer.window has tokens 64");
+    layer.window.key_rows.token_stride = 0;
     kvq_cuda_pages fp16{};
     fp16.keys = fp16.values = out.get();
-    fp16.token_stride = row;
+    fp16.value_rows.token_stride = row;
     REFUSED(
         kvq_cuda_pages_store(kernels, &fp16, &tk, &tv, reinterpret_cast<const int64_t*>(out.get()), nullptr),
         KVQ_ERROR_UNSUPPORTED, "to has tokens 64");
-    layer.window.token_stride = 0;
-    part.pages.token_stride = 0;
+    part.pages.key_rows.scales = keys.get();
+    REFUSED(attend(), KVQ_ERROR_ARGUMENT, "rows of keys have 0 bytes of scales beside them");
+    part.pages.key_rows.token_stride = 0;
     REFUSED(attend(), KVQ_ERROR_ARGUMENT, "but no stride of tokens");
-    part.pages.token_stride = 24;
+    part.pages.key_rows = {24, 0, nullptr, 0, 0, 0};
     REFUSED(attend(), KVQ_ERROR_ARGUMENT, "multiples of 16");
+    part.pages.key_rows = {token_bytes[0], head_bytes[0], nullptr, 0, 0, 0};
+    if (fours) {
+        part.pages.value_rows.scales = nullptr;
+        REFUSED(attend(), KVQ_ERROR_ARGUMENT, "rows of values have 4 bytes of scales beside them");
+    }
     OK(kvq_cuda_kernels_free(kernels));
     OK(kvq_cuda_kernels_find("int8", dim, 64, nullptr, &kernels));
     part.pages.format = "int8";
     part.pages.key_scale = part.pages.value_scale = 0.0f;
-    REFUSED(attend(), KVQ_ERROR_ARGUMENT, "has rows of tokens (fp8, fp8-e5m2)");
+    REFUSED(attend(), KVQ_ERROR_UNSUPPORTED, "but int8 of 64 channels has no strides");
     OK(kvq_cuda_kernels_free(kernels));
 }
 
@@ -2262,7 +2305,10 @@ int main() {
     graphs();
     pages_of_the_caller();
     conversion_of_pages();
-    strided_pages();
+    strided_pages("fp8");
+#ifndef __CUDACC__
+    strided_pages("fp8/nvfp4");
+#endif
     pages_with_signs();
     bad_input();
     return test::report("c_cuda");

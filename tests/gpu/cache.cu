@@ -2096,6 +2096,9 @@ void check_scratch() {
     const auto ok = [](const cuda::status& s) { CHECK(s, "%s", s.message); };
     both_options options;
     if (least > 0) options.prompt_scratch = least;
+    options.growing = false;  // so that a graph stays valid
+    options.pool_tokens = 3000;
+    options.pool_sequences = 2;
     both_caches c(options);
     test::rng r(29);
     std::vector<float16> keys, values, x(c.q.size());
@@ -2160,6 +2163,7 @@ void check_scratch() {
     CUDA_OK(cudaStreamEndCapture(c.stream, &graph));
     CUDA_OK(cudaGraphInstantiate(&exec, graph, 0));
     const std::size_t held = test::counted_memory::bytes;
+    const std::uint64_t graph_id = c.gpu.graph_id();
     for (int i = 0; i < 4; ++i) prompt(other, 256);
     ok(c.gpu.begin_prompt(other, 100, c.stream));
     for (int layer = 0; layer < layers; ++layer) {
@@ -2170,6 +2174,7 @@ void check_scratch() {
     CHECK(least == 0 || test::counted_memory::bytes > held, "prompts took no memory");
     const test::device_buffer<float> others(std::vector<float>(std::max<std::size_t>(taken, 64) / 4, 3.0f));
     begin();
+    CHECK(c.gpu.graph_id() == graph_id, "a prompt between them gives steps another graph");
     CUDA_OK(cudaGraphLaunch(exec, c.stream));
     equal(outputs(), without, "in a graph");
     for (const float y : others.download()) CHECK(y == 3.0f, "a graph writes to memory that was given back");

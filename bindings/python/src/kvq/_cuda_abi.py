@@ -87,10 +87,15 @@ class kvq_cuda_prefix_statistics(Struct):
                 ("stored", c_uint64), ("lowered", c_uint64), ("lost", c_uint64), ("failed", c_uint64)]
 
 
+class kvq_cuda_rows(Struct):
+    _fields_ = [("token_stride", c_size_t), ("head_stride", c_size_t), ("scales", c_void_p),
+                ("scale_page_stride", c_size_t), ("scale_token_stride", c_size_t), ("scale_head_stride", c_size_t)]
+
+
 class kvq_cuda_pages(Struct):
     _fields_ = [("format", c_char_p), ("keys", c_void_p), ("values", c_void_p), ("key_stride", c_size_t),
                 ("value_stride", c_size_t), ("page_tokens", c_int32), ("layer", c_int32), ("key_scale", c_float),
-                ("value_scale", c_float), ("token_stride", c_size_t), ("head_stride", c_size_t)]
+                ("value_scale", c_float), ("key_rows", kvq_cuda_rows), ("value_rows", kvq_cuda_rows)]
 
 
 class kvq_cuda_part(Struct):

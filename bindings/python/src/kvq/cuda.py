@@ -733,6 +733,21 @@ class PrefixCache(Handle):
         return from_c(PrefixStatistics, c, fetches=dict(zip(_PLACES, c.fetches)))
 
 
+_ROWS = {"nvfp4": (2, 16), "nvfp4-4over6": (2, 16), "mxfp8": (1, 32), "mxfp4": (2, 32)}  # channels in a byte, and that share a scale
+
+
+def _row_strides(name: str, x: torch.Tensor, shape: Tuple[int, int, int]) -> Tuple[int, ...]:
+    """Strides of bytes [pages][tokens][heads][of a row]; those of one page, token or head mean nothing."""
+    if x.device.type != _KIND:
+        raise UnsupportedError(f"kvq: {name} are on {x.device}, not on a GPU")
+    row = (shape[2] + 15) // 16 * 16
+    strides = tuple(stride if n > 1 else row for stride, n in zip(x.stride(), (*x.shape[:3], 2)))
+    if tuple(x.shape[1:]) != shape or strides[3] != 1 or x.element_size() != 1:
+        raise ArgumentError(f"kvq: {name} are {x.dtype} {list(x.shape)} with strides {list(strides)}, not bytes "
+                            f"[pages][{shape[0]}][{shape[1]}][{shape[2]}]")
+    return strides
+
+
 class Pages:
     """Keys and values of a batch in device memory of the caller, such as an engine's pages: for attend_pages, prefill_pages, convert_pages.
 
@@ -741,8 +756,9 @@ class Pages:
     values       the same
     block_table  int32 [sequences][columns] on the device: numbers of pages; negative: there is none
     kv_heads, head_dim, page_tokens
-    order        "NHD", of fp8 and fp8-e5m2: keys and values are [pages][page_tokens][kv_heads][head_dim] (vLLM, SGLang), with any
-                 strides of the first three axes
+    order        "NHD", of rows of others: keys and values are bytes [pages][page_tokens][kv_heads][bytes of a row] (vLLM, SGLang), with
+                 any strides of the first three axes, their own for each
+    key_scales   of NHD in nvfp4, nvfp4-4over6, mxfp8 and mxfp4: bytes [pages][page_tokens][kv_heads][scales of a row]; value_scales
     key_scale    by which numbers of fp8 and nvfp4 were divided (vLLM's k_scale); value_scale
     layer        of the model, from 0: formats behind a transform (std4-h) need it
     dtype        float16 or bfloat16: which of formats() is taken
@@ -750,13 +766,14 @@ class Pages:
 
     def __init__(self, format: str, keys: torch.Tensor, values: torch.Tensor, block_table: torch.Tensor, *, kv_heads: int,
                  head_dim: int, page_tokens: int = 128, order: str = "HND", key_scale: float = 1.0, value_scale: float = 1.0,
+                 key_scales: Optional[torch.Tensor] = None, value_scales: Optional[torch.Tensor] = None,
                  layer: Optional[int] = None, dtype: torch.dtype = torch.float16) -> None:
         if order not in ("HND", "NHD"):
             raise ArgumentError(f'kvq: order is {order!r}, neither "NHD" nor "HND"')
         if block_table.dim() != 2:
             raise ArgumentError(f"kvq: block_table has shape {list(block_table.shape)}, not [sequences][columns]")
         _expect_on_device("block_table", block_table, torch.int32)
-        self._f, self.kv_heads, self._held = _functions(), kv_heads, (keys, values, block_table)
+        self._f, self.kv_heads, self._held = _functions(), kv_heads, (keys, values, block_table, key_scales, value_scales)
         self.sequences, self.columns = block_table.shape
         names: Tuple[str, ...] = (format,)
         if format in _NAMES.values():  # the kernels of any format read pages of the window's type
@@ -767,22 +784,25 @@ class Pages:
         pages = _cuda_abi.kvq_cuda_pages(format=text(format), layer=0 if layer is None else layer + 1)
         bytes_of = (ctypes.c_size_t(), ctypes.c_size_t())
         self._f.kvq_cuda_kernels_page_bytes(self._kernels, text(format), page_tokens, kv_heads, *map(ctypes.byref, bytes_of))
-        for name, x, least in (("key", keys, bytes_of[0].value), ("value", values, bytes_of[1].value)):
+        both = zip(("key", "value"), (keys, values), (key_scales, value_scales), format.split("/") * 2, bytes_of)
+        for name, x, scales, of, least in both:
             if x.device.type != _KIND:
                 raise UnsupportedError(f"kvq: {name}s are on {x.device}, not on a GPU")
             size, strides = x.element_size(), x.stride()
             setattr(pages, name + "s", x.data_ptr())
-            if order == "NHD":  # strides of one page, token or head mean nothing
-                strides = tuple(stride if n > 1 else head_dim for stride, n in zip(strides, (*x.shape[:3], 2)))
-                if list(x.shape[1:]) != [page_tokens, kv_heads, head_dim] or strides[3] != 1 or size != 1:
-                    raise ArgumentError(f"kvq: {name}s are {x.dtype} {list(x.shape)} with strides {list(strides)}, not bytes "
-                                        f"[pages][{page_tokens}][{kv_heads}][{head_dim}]")
-                if name == "value" and (strides[1], strides[2]) != (pages.token_stride, pages.head_stride):
-                    raise ArgumentError("kvq: keys and values have different strides of tokens or heads")
-                pages.token_stride, pages.head_stride = strides[1], strides[2]
-            elif x.shape[0] > 0 and (not x[0].is_contiguous() or x[0].numel() * size < least):
+            if order == "NHD":
+                per_byte, per_scale = _ROWS.get(of, (1, 0))
+                strides = _row_strides(name + "s", x, (page_tokens, kv_heads, head_dim // per_byte))
+                rows = _cuda_abi.kvq_cuda_rows(token_stride=strides[1], head_stride=strides[2])
+                if scales is not None:
+                    steps = _row_strides(name + "_scales", scales, (page_tokens, kv_heads, head_dim // max(per_scale, 1)))
+                    rows.scales, rows.scale_page_stride, rows.scale_token_stride, rows.scale_head_stride = scales.data_ptr(), *steps[:3]
+                setattr(pages, name + "_rows", rows)
+            elif scales is not None:
+                raise ArgumentError(f'kvq: {name}_scales are of order "NHD"; other pages have them behind their rows')
+            elif x.shape[0] > 0 and (not x[0].is_contiguous() or x[0].numel() * size < least.value):
                 raise ArgumentError(f"kvq: {name}s are {x.dtype} {list(x.shape)} with strides {list(strides)}; a page of {format} is "
-                                    f"{least} contiguous bytes")
+                                    f"{least.value} contiguous bytes")
             setattr(pages, name + "_stride", strides[0] * size)
         for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
             if not scale > 0:

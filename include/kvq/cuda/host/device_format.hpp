@@ -66,10 +66,10 @@ struct layer_view {
         const float* key_feedback = nullptr;
         const float *columns[2] = {}, *rows[2] = {};  // of the layer's rotations of K and V, or null
         layer_memory lower = {};                      // planes, of a format with two
-        // Of rows of tokens: scales of the tensors, and from one token and head to the next in pages of
-        // another system; 0: pages of kvq.
+        // Of rows of tokens: scales of the tensors, and where K and V lie in pages of another system; tokens
+        // 0 bytes apart: as in pages of kvq.
         float scales[2] = {1.0f, 1.0f};
-        std::size_t token_bytes = 0, head_bytes = 0;
+        row_memory places[2] = {};
         int span = -1;  // as cache_part has it
     };
     part quantized[most_formats];
@@ -225,6 +225,7 @@ struct device_functions {
 
 /// Of pages in memory of the caller that lie as another system has them (make_strided_format.cuh).
 struct strided_functions {
+    unsigned formats;  // bit f: format f may lie so
     decltype(device_functions::attend) attend;
     decltype(device_functions::prefill) prefill;
     decltype(device_functions::dequantize) dequantize;

@@ -4,8 +4,7 @@
 //   gather     x^ of a turn's pages as floats, in the target's page size
 //   quantize   those to pages of the target
 //
-// Contract: quantize/convert.cuh. Rows of tokens without scales beside them may lie in pages of another
-// system, with any strides.
+// Contract: quantize/convert.cuh. Rows of tokens may lie in pages of another system, with any strides.
 #pragma once
 
 #include "../quantize/convert.cuh"
@@ -16,9 +15,13 @@ namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
 /// Do rows of Pair lie in pages of other systems with any strides?
 template <class Pair>
 inline constexpr bool lies_anywhere = [] {
-    if constexpr (token_row_scheme<typename Pair::keys> && token_row_scheme<typename Pair::values>)
-        return Pair::keys::fixed_layout().scales_behind(Pair::head_dim) == 0 &&
-               Pair::values::fixed_layout().scales_behind(Pair::value_dim) == 0;
+    if constexpr (token_row_scheme<typename Pair::keys> && token_row_scheme<typename Pair::values>) {
+        const auto can = [](const kvq::row_layout& l, int dim) {
+            return l.row_bytes(dim) % 16 == 0 && l.scales_behind(dim) % 4 == 0;
+        };
+        return can(Pair::keys::fixed_layout(), Pair::head_dim) &&
+               can(Pair::values::fixed_layout(), Pair::value_dim);
+    }
     return false;
 }();
 
@@ -30,12 +33,12 @@ struct convert_functions {
     static status with_pages(const layer_view& l, int number, F&& f) {
         return Table::with_pair(number, [&]<class Pair>(std::type_identity<Pair>) -> status {
             const layer_view::part& p = l.quantized[number];
-            if constexpr (lies_anywhere<Pair>)
-                if (p.token_bytes != 0)
+            if (p.places[0].token_bytes != 0 || p.places[1].token_bytes != 0) {
+                if constexpr (lies_anywhere<Pair>)
                     return f(Table::template quantized<strided_rows<Pair>>(l, number, p.table));
-            if (p.token_bytes != 0)
-                return bad_value("format %d has scales beside its rows, or no rows: tokens have no strides",
-                                 number);
+                else
+                    return bad_value("format %d has no strides of tokens", number);
+            }
             return f(Table::template quantized<Pair>(l, number, p.table));
         });
     }

@@ -3,8 +3,9 @@
 //
 //   row of (page, token, head)      pages + page * page_bytes + token * token_bytes + head * head_bytes
 //
-// Contract: formats of rows without scales beside them (fp8, fp8-e5m2) have strides, others of the entry
-// none. An entry costs a program its kernels of attention once more.
+// Contract: formats of rows of a multiple of 16 bytes, and of 4 bytes of scales beside them, have strides,
+// others of the entry none. K and V have their own, also none. An entry costs a program its kernels of
+// attention once more.
 #pragma once
 
 #include "make_device_format.cuh"
@@ -27,36 +28,13 @@ template <class T, class... Pairs>
 struct strided_table {
     using table = device_table<unmodified, T, typename with_strides_of<Pairs>::type...>;
 
-    static status check(const layer_view& l) {
-        status result;
-        int i = 0;
-        const auto of = [&](bool has_strides) {
-            if (!has_strides && l.quantized[i].token_bytes != 0)
-                result =
-                    bad_value("format %d has scales beside its rows, or no rows: tokens have no strides", i);
-            ++i;
-        };
-        (of(lies_anywhere<Pairs>), ...);
-        return result;
-    }
-    static status attend(const layer_view& l, const input_rows& q, const output_rows& out,
-                         const attention_options& options, void* workspace, std::size_t bytes,
-                         cudaStream_t stream, const void* score) {
-        if (status s = check(l); !s) return s;
-        return table::attend(l, q, out, options, workspace, bytes, stream, score);
-    }
-    static status prefill(const layer_view& l, const input_rows& k, const input_rows& v, const input_rows& q,
-                          const output_rows& out, const int* starts, int new_tokens,
-                          const prefill_options& options, cudaStream_t stream, const void* score) {
-        if (status s = check(l); !s) return s;
-        return table::prefill(l, k, v, q, out, starts, new_tokens, options, stream, score);
-    }
-    static status dequantize(const layer_view& l, int part, const output_rows& keys,
-                             const output_rows& values, const int* starts, cudaStream_t stream) {
-        if (status s = check(l); !s) return s;
-        return table::dequantize(l, part, keys, values, starts, stream);
-    }
-    static constexpr strided_functions functions{&attend, &prefill, &dequantize, &table::workspace_bytes};
+    static constexpr unsigned formats = [] {
+        unsigned found = 0, bit = 1;
+        ((found |= lies_anywhere<Pairs> ? bit : 0u, bit <<= 1), ...);
+        return found;
+    }();
+    static constexpr strided_functions functions{formats, &table::attend, &table::prefill, &table::dequantize,
+                                                 &table::workspace_bytes};
 };
 
 }  // namespace detail

@@ -7,7 +7,16 @@
 
 #include "../../config.hpp"
 
-namespace kvq { inline namespace KVQ_TAGGED { namespace cuda::detail {
+namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
+
+/// Where the keys or the values of strided_rows lie within a page. Bytes.
+struct row_memory {
+    std::size_t token_bytes = 0, head_bytes = 0;  ///< from one to the next
+    const std::byte* scales = nullptr;            ///< of formats that have them; on 4 bytes
+    std::size_t scale_page_bytes = 0, scale_token_bytes = 0, scale_head_bytes = 0;
+};
+
+namespace detail {
 
 /// Pages of one layer and format.
 struct layer_memory {
@@ -23,4 +32,5 @@ KVQ_HD constexpr int plane_number(int upper, int lower) noexcept { return lower 
 KVQ_HD constexpr int upper_of(int number) noexcept { return number & 0xffff; }
 KVQ_HD constexpr int lower_of(int number) noexcept { return number >> 16; }
 
-}}}  // namespace kvq::cuda::detail
+}  // namespace detail
+}}}  // namespace kvq::cuda

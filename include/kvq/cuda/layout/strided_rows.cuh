@@ -13,18 +13,10 @@
 // their own. Other engines' block tables are page numbers as they are.
 #pragma once
 
-#include <cstddef>
-
 #include "device_codec.cuh"
+#include "layer_memory.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace cuda {
-
-/// Where the keys or the values lie within a page. Bytes.
-struct row_memory {
-    std::size_t token_bytes = 0, head_bytes = 0;  ///< from one to the next
-    const std::byte* scales = nullptr;            ///< of formats that have them; 16-byte aligned
-    std::size_t scale_page_bytes = 0, scale_token_bytes = 0, scale_head_bytes = 0;
-};
 
 /// A pair of rows of tokens whose pages are another system's.
 template <class Rows>
