@@ -506,7 +506,8 @@ KVQ_API kvq_status kvq_cuda_kernels_free(kvq_cuda_kernels* kernels);
 
 /// Where the keys, or the values, of pages of another system lie: strides in bytes, from one token, and from
 /// one head, of a page to the next, as vLLM's NHD has them. Of fp8, fp8-e5m2, nvfp4, nvfp4-4over6, mxfp8 and
-/// mxfp4 whose scales of a token are a multiple of 4 bytes. Not of pages of a list (kvq_cuda_pages_requantize).
+/// mxfp4 whose scales of a token are a multiple of 4 bytes. Not of pages of a list
+/// (kvq_cuda_pages_requantize).
 typedef struct kvq_cuda_rows {
     size_t token_stride, head_stride;  // multiples of 16; 0: one head after the other, as in kvq's pages
     const void* scales;  // of all but fp8, in a tensor of their own; NULL: none. Multiples of 4:
@@ -518,7 +519,10 @@ typedef struct kvq_cuda_pages {
     const char* format;               // by name; fp16 or bf16: values of the window's type
     void *keys, *values;              // multiples of 16
     size_t key_stride, value_stride;  // multiples of 16; 0: kvq_cuda_kernels_page_bytes
-    int32_t page_tokens;              // 0: that of the kernels; or 16, for sinks in the window's type
+    /// 0: that of the kernels; 16, for sinks in the window's type; or 1, as SGLang has them: with key_rows
+    /// and value_rows, alone in their layer, of kernels of one format. They hold all tokens: `committed`,
+    /// first_page and end_page are not read. Not of kvq_cuda_pages_convert.
+    int32_t page_tokens;
     int32_t layer;  // of the model, counted from 1: formats with a transform (std4-h) need it; or 0
     /// Of the tensor, by which numbers were divided (vLLM's k_scale, v_scale): fp8, nvfp4; 0: 1.
     float key_scale, value_scale;

@@ -46,10 +46,13 @@ std::size_t page_bytes(std::size_t block, int kv_heads) {
 cuda::detail::layer_memory memory_of(const cuda::device_format& kernels, const kvq_cuda_pages& p, int number,
                                      int kv_heads, const char* name) {
     expect(p.page_tokens == 0 || p.page_tokens == kernels.page_tokens ||
-               (number < 0 && p.page_tokens == sink_page_tokens),
+               (number < 0 && p.page_tokens == sink_page_tokens) || (number >= 0 && p.page_tokens == 1),
            KVQ_ERROR_ARGUMENT, name, " has pages of ", p.page_tokens, " tokens, neither of ",
-           kernels.page_tokens, " nor, of sinks in the window's type, of 16");
+           kernels.page_tokens,
+           " nor, of sinks in the window's type, of 16, nor, of quantized ones with strides, of 1");
     expect(p.keys != nullptr && p.values != nullptr, KVQ_ERROR_HANDLE, name, " has no pages (NULL)");
+    expect(p.page_tokens != 1 || kernels.page_tokens == 1 || (p.key_stride != 0 && p.value_stride != 0),
+           KVQ_ERROR_ARGUMENT, "pages of 1 token need key_stride and value_stride");
     const std::size_t* const blocks =
         p.page_tokens == sink_page_tokens ? kernels.sink_block : kernels.window_block;
     std::size_t key = blocks[0], value = blocks[1];
@@ -89,7 +92,8 @@ void set_scales(const cuda::device_format& kernels, const kvq_cuda_pages& p, int
 constexpr kvq_cuda_rows kvq_cuda_pages::*both_rows[] = {&kvq_cuda_pages::key_rows,
                                                         &kvq_cuda_pages::value_rows};
 
-/// Sets the strides of pages that lie as another system has them. number: -1: of the window's type, or in a list.
+/// Sets the strides of pages that lie as another system has them. number: -1: of the window's type, or in a
+/// list.
 void set_strides(const cuda::device_format& kernels, const kvq_cuda_pages& p, int number,
                  cuda::detail::layer_view::part& to, const char* name) {
     for (int i = 0; i < 2; ++i) {
@@ -116,13 +120,28 @@ void expect_dense(const cuda::device_format& kernels, const kvq_cuda_pages& p, c
     cuda::detail::layer_view::part none;
     set_strides(kernels, p, -1, none, name);
 }
-/// The kernels of a call over these parts that read strides; null: no part has any.
+/// The kernels of a call over these parts that read strides; null: no part has any. page_tokens: of a part.
 const cuda::detail::strided_functions* strided_of(const cuda::device_format& kernels,
-                                                  const cuda::detail::layer_view& l) {
+                                                  const cuda::detail::layer_view& l, int page_tokens) {
+    bool found[2] = {};
     for (const auto& part : l.quantized)
-        for (const cuda::row_memory& m : part.places)
-            if (m.token_bytes != 0) return kernels.strided;
-    return nullptr;
+        for (int i = 0; i < 2; ++i) found[i] = found[i] || part.places[i].token_bytes != 0;
+    if (page_tokens != 1 || kernels.page_tokens == 1) return found[0] || found[1] ? kernels.strided : nullptr;
+    expect(found[0] && found[1] && kernels.strided != nullptr && kernels.strided->tokens != nullptr,
+           KVQ_ERROR_UNSUPPORTED,
+           "pages of 1 token are for kernels of one format of rows, with key_rows and "
+           "value_rows");
+    return kernels.strided->tokens;
+}
+int page_tokens_of(const kvq_cuda_layer& l) {
+    for (std::int32_t i = 0; i < l.part_count; ++i)
+        if (l.parts[i].pages.page_tokens == 1) {
+            expect(l.part_count == 1 && l.sink_tokens == 0, KVQ_ERROR_ARGUMENT,
+                   "pages of 1 token hold all of a sequence, but there are ", l.part_count, " parts and ",
+                   l.sink_tokens, " sinks");
+            return 1;
+        }
+    return 0;
 }
 
 /// Pages on one side of a conversion.
@@ -281,7 +300,8 @@ kvq_status kvq_cuda_kernels_workspace_bytes(const kvq_cuda_kernels* kernels, int
                q_heads, " query heads on ", kv_heads, " kv heads, ", query_tokens, " query tokens");
         const int group = q_heads / kv_heads;
         std::size_t most = of.functions->workspace_bytes(1, group, query_tokens);
-        if (of.strided != nullptr) most = std::max(most, of.strided->workspace_bytes(1, group, query_tokens));
+        for (const auto* s = of.strided; s != nullptr; s = s->tokens)
+            most = std::max(most, s->workspace_bytes(1, group, query_tokens));
         place(bytes, "bytes") = most;
     });
 }
@@ -369,7 +389,7 @@ kvq_status kvq_cuda_pages_dequantize(const kvq_cuda_kernels* kernels, int32_t kv
         l.sequences = sequences;
         l.columns = columns;
         l.kv_heads = kv_heads;
-        const auto* const strided = strided_of(of, l);
+        const auto* const strided = strided_of(of, l, from->pages.page_tokens);
         check((strided != nullptr ? strided->dequantize : of.functions->dequantize)(
             l, number, keys, values, starts, stream_of(stream)));
     });
@@ -440,7 +460,7 @@ kvq_status kvq_cuda_pages_attend(const kvq_cuda_kernels* kernels, const kvq_cuda
         kvq::cuda::attention_options a = attention_of(o);
         a.query_tokens = q->tokens / l.sequences;
         static const kvq::cuda::unmodified plain{};
-        const auto* const strided = strided_of(of, l);
+        const auto* const strided = strided_of(of, l, page_tokens_of(given));
         check((strided != nullptr ? strided->attend : of.functions->attend)(
             l, queries, to, a, workspace, workspace_bytes, stream_of(stream), &plain));
         add_learned_sinks(to, o, stream_of(stream));
@@ -465,7 +485,7 @@ kvq_status kvq_cuda_pages_prefill(const kvq_cuda_kernels* kernels, const kvq_cud
         const auto l = view_before_prompt(of, given);
         kvq::cuda::prefill_options p = prefill_of(o);
         p.scratch = {workspace, workspace_bytes, given.most_tokens};
-        const auto* const strided = strided_of(of, l);
+        const auto* const strided = strided_of(of, l, page_tokens_of(given));
         check((strided != nullptr ? strided->prefill : of.functions->prefill)(
             l, keys, values, queries, to, starts, most_new_tokens, p, stream_of(stream), nullptr));
     });
@@ -479,8 +499,10 @@ kvq_status kvq_cuda_pages_prefill_bytes(const kvq_cuda_kernels* kernels, const k
         const auto l = view_before_prompt(of, given);
         expect(most_new_tokens >= 0 && heads >= 0, KVQ_ERROR_ARGUMENT, most_new_tokens, " new tokens, ",
                heads, " heads");
+        const auto* const strided = strided_of(of, l, page_tokens_of(given));
         place(bytes, "bytes") =
-            of.functions->prompt_scratch_bytes(l, given.most_tokens, most_new_tokens, heads);
+            (strided != nullptr ? strided->prompt_scratch_bytes : of.functions->prompt_scratch_bytes)(
+                l, given.most_tokens, most_new_tokens, heads);
     });
 }
 }

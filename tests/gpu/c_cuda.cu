@@ -1843,67 +1843,99 @@ void strided_pages(const char* format) {
         }
         return size > 0.0 ? std::sqrt(error / size) : std::sqrt(error);
     };
-    std::size_t bytes_of_workspace = 0;
+    std::size_t bytes_of_workspace = 0, of_tiles = 0;
     OK(kvq_cuda_kernels_workspace_bytes(kernels, queries, heads, 1, &bytes_of_workspace));
     const uploaded<std::byte> workspace{std::vector<std::byte>(bytes_of_workspace + 16)};
     const kvq_tensor tq = tensor_of(dq.get(), sequences, queries),
-                     to = tensor_of(out.get(), sequences, queries);
+                     to = tensor_of(out.get(), sequences, queries), tk = tensor_of(dk.get(), many, heads),
+                     tv = tensor_of(dv.get(), many, heads);
     const auto attend = [&] {
         out.poison();
         return kvq_cuda_pages_attend(kernels, &layer, &tq, &to, nullptr, workspace.get(), bytes_of_workspace,
                                      nullptr);
     };
-    OK(attend());
-    CUDA_OK(cudaStreamSynchronize(nullptr));
-    std::vector<kvq::float16> got = out.download();
-    for (int s = 0; s < sequences; ++s) {
-        const double e = error_of_row(got, s, s, lengths[s] - 1, 0);
-        CHECK(e <= 2e-3, "strided pages, sequence %d: error %.3g", s, e);
-    }
-    const uploaded<std::int32_t> starts({0, added[0], added[0] + added[1], many});
-    const kvq_tensor tk = tensor_of(dk.get(), many, heads), tv = tensor_of(dv.get(), many, heads),
-                     tq2 = tensor_of(dq.get(), many, queries), to2 = tensor_of(out.get(), many, queries);
-    std::size_t of_tiles = 0;
-    layer.columns = 1000;
-    std::size_t of_tables = 0;
-    OK(kvq_cuda_pages_prefill_bytes(kernels, &layer, added[0], 0, &of_tables));
-    layer.most_tokens = lengths[0];
-    OK(kvq_cuda_pages_prefill_bytes(kernels, &layer, added[0], 0, &of_tiles));
-    CHECK(of_tables == 0 ? of_tiles == 0 : of_tables > 50 * of_tiles,
-          "%zu bytes for a prompt, %zu for tables", of_tiles, of_tables);
-    layer.columns = columns;
-    const test::device_buffer<std::byte> tiles(of_tiles);
-    for (const std::size_t memory : {std::size_t{0}, of_tiles}) {
-        out.poison();
-        OK(kvq_cuda_pages_prefill(kernels, &layer, &tk, &tv, &tq2, &to2, starts.get(), added[0], nullptr,
-                                  memory == 0 ? nullptr : tiles.get(), memory, nullptr));
+    const auto check_all = [&](const char* what, int own_columns) {
+        OK(attend());
         CUDA_OK(cudaStreamSynchronize(nullptr));
-        got = out.download();
-        for (int s = 0, first = 0; s < sequences; first += added[s++])
-            for (int i = 0; i < added[s]; ++i) {
-                const double e = error_of_row(got, s, first + i, lengths[s] + i, first);
-                CHECK(e <= 2e-3, "strided pages, a prompt with %zu bytes, sequence %d: error %.3g", memory, s,
-                      e);
-            }
-    }
-    const int rows = lengths[0] + lengths[2];
-    test::device_buffer<kvq::float16> of_keys(static_cast<std::size_t>(rows * heads * dim)),
-        of_values(of_keys.size());
-    const uploaded<std::int32_t> first_rows({0, lengths[0], lengths[0]});
-    const kvq_tensor to_keys = tensor_of(of_keys.get(), rows, heads),
-                     to_values = tensor_of(of_values.get(), rows, heads);
-    OK(kvq_cuda_pages_dequantize(kernels, heads, &part, sequences, columns, tokens.get(), &to_keys,
-                                 &to_values, first_rows.get(), nullptr));
-    CUDA_OK(cudaStreamSynchronize(nullptr));
-    for (int role = 0; role < 2; ++role) {
-        const auto read = (role == 0 ? of_keys : of_values).download();
-        std::size_t wrong = 0;
-        for (int s = 0, first = 0; s < sequences; first += lengths[s++])
-            for (int i = 0; i < lengths[s] * heads * dim; ++i)
-                wrong += static_cast<double>(
-                             static_cast<float>(read[static_cast<std::size_t>(first * heads * dim + i)])) !=
-                         numbers[role][static_cast<std::size_t>(s * columns * page * heads * dim + i)];
-        CHECK(wrong == 0, "strided pages: %zu numbers of role %d differ", wrong, role);
+        std::vector<kvq::float16> got = out.download();
+        for (int s = 0; s < sequences; ++s) {
+            const double e = error_of_row(got, s, s, lengths[s] - 1, 0);
+            CHECK(e <= 2e-3, "%s, sequence %d: error %.3g", what, s, e);
+        }
+        const uploaded<std::int32_t> starts({0, added[0], added[0] + added[1], many});
+        const kvq_tensor tq2 = tensor_of(dq.get(), many, queries), to2 = tensor_of(out.get(), many, queries);
+        layer.columns = 10000;
+        std::size_t of_tables = 0;
+        OK(kvq_cuda_pages_prefill_bytes(kernels, &layer, added[0], 0, &of_tables));
+        layer.most_tokens = lengths[0];
+        OK(kvq_cuda_pages_prefill_bytes(kernels, &layer, added[0], 0, &of_tiles));
+        CHECK(of_tables == 0 ? of_tiles == 0 : of_tables > 15 * of_tiles,
+              "%zu bytes for a prompt, %zu for tables", of_tiles, of_tables);
+        layer.columns = own_columns;
+        const test::device_buffer<std::byte> tiles(of_tiles);
+        for (const std::size_t memory : {std::size_t{0}, of_tiles}) {
+            out.poison();
+            OK(kvq_cuda_pages_prefill(kernels, &layer, &tk, &tv, &tq2, &to2, starts.get(), added[0], nullptr,
+                                      memory == 0 ? nullptr : tiles.get(), memory, nullptr));
+            CUDA_OK(cudaStreamSynchronize(nullptr));
+            got = out.download();
+            for (int s = 0, first = 0; s < sequences; first += added[s++])
+                for (int i = 0; i < added[s]; ++i) {
+                    const double e = error_of_row(got, s, first + i, lengths[s] + i, first);
+                    CHECK(e <= 2e-3, "%s, a prompt with %zu bytes, sequence %d: error %.3g", what, memory, s,
+                          e);
+                }
+        }
+        const int rows = lengths[0] + lengths[2];
+        test::device_buffer<kvq::float16> of_keys(static_cast<std::size_t>(rows * heads * dim)),
+            of_values(of_keys.size());
+        const uploaded<std::int32_t> first_rows({0, lengths[0], lengths[0]});
+        const kvq_tensor to_keys = tensor_of(of_keys.get(), rows, heads),
+                         to_values = tensor_of(of_values.get(), rows, heads);
+        OK(kvq_cuda_pages_dequantize(kernels, heads, &part, sequences, own_columns, tokens.get(), &to_keys,
+                                     &to_values, first_rows.get(), nullptr));
+        CUDA_OK(cudaStreamSynchronize(nullptr));
+        for (int role = 0; role < 2; ++role) {
+            const auto read = (role == 0 ? of_keys : of_values).download();
+            std::size_t wrong = 0;
+            for (int s = 0, first = 0; s < sequences; first += lengths[s++])
+                for (int i = 0; i < lengths[s] * heads * dim; ++i)
+                    wrong += static_cast<double>(static_cast<float>(
+                                 read[static_cast<std::size_t>(first * heads * dim + i)])) !=
+                             numbers[role][static_cast<std::size_t>(s * columns * page * heads * dim + i)];
+            CHECK(wrong == 0, "%s: %zu numbers of role %d differ", what, wrong, role);
+        }
+    };
+    check_all("strided pages", columns);
+    if (!fours) {  // the same tokens in pages of one
+        std::vector<std::int32_t> singles(pages * page);
+        for (int i = 0; i < pages * page; ++i)
+            singles[static_cast<std::size_t>(i)] =
+                table[static_cast<std::size_t>(i / page)] * page + i % page;
+        const uploaded<std::int32_t> of_tokens(singles);
+        const kvq_cuda_part whole = part;
+        part.table = of_tokens.get();
+        part.pages.page_tokens = 1;
+        part.pages.key_stride = token_bytes[0];
+        part.pages.value_stride = token_bytes[1];
+        layer.columns = columns * page;
+        layer.most_tokens = 0;
+        check_all("pages of one token", columns * page);
+        layer.sink_tokens = 1;
+        layer.sinks = layer.window;
+        layer.sink_table = tables.get();
+        std::size_t any = 0;
+        REFUSED(kvq_cuda_pages_prefill_bytes(kernels, &layer, 1, 0, &any), KVQ_ERROR_ARGUMENT,
+                "pages of 1 token hold all of a sequence, but there are 1 parts and 1 sinks");
+        layer.sink_tokens = 0;
+        part.pages.value_rows.token_stride = part.pages.value_rows.head_stride = 0;
+        REFUSED(kvq_cuda_pages_prefill_bytes(kernels, &layer, 1, 0, &any), KVQ_ERROR_UNSUPPORTED,
+                "with key_rows and value_rows");
+        part.pages.key_stride = 0;
+        REFUSED(kvq_cuda_pages_prefill_bytes(kernels, &layer, 1, 0, &any), KVQ_ERROR_ARGUMENT,
+                "pages of 1 token need key_stride");
+        part = whole;
+        layer.columns = columns;
     }
 
     // Bad input.

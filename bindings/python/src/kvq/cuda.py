@@ -755,7 +755,7 @@ class Pages:
     keys         [pages][...]: a page is the blocks of all kv heads, one after the other (kvq's pages; FlashInfer's and vLLM's HND)
     values       the same
     block_table  int32 [sequences][columns] on the device: numbers of pages; negative: there is none
-    kv_heads, head_dim, page_tokens
+    kv_heads, head_dim, page_tokens (1, as SGLang has them: NHD, all tokens of a sequence)
     order        "NHD", of rows of others: keys and values are bytes [pages][page_tokens][kv_heads][bytes of a row] (vLLM, SGLang), with
                  any strides of the first three axes, their own for each
     key_scales   of NHD in nvfp4, nvfp4-4over6, mxfp8 and mxfp4: bytes [pages][page_tokens][kv_heads][scales of a row]; value_scales
@@ -779,11 +779,17 @@ class Pages:
         if format in _NAMES.values():  # the kernels of any format read pages of the window's type
             shape = (head_dim, page_tokens, format)
             names = next((e.formats for e in formats() if (e.head_dim, e.page_tokens, e.window) == shape and not e.alibi), names)
-        self._kernels = Handle(ask(self._f.kvq_cuda_kernels_find, text(",".join(names)), head_dim, page_tokens, text(_NAMES[dtype])),
+        of_kernels = page_tokens
+        if page_tokens == 1 and order == "NHD":  # kernels of any page size read pages of one token
+            shape = ((format,), head_dim, _NAMES[dtype])
+            of_kernels = next((e.page_tokens for e in formats() if (e.formats, e.head_dim, e.window) == shape and not e.alibi), 1)
+        self._kernels = Handle(ask(self._f.kvq_cuda_kernels_find, text(",".join(names)), head_dim, of_kernels, text(_NAMES[dtype])),
                                self._f.kvq_cuda_kernels_free)
-        pages = _cuda_abi.kvq_cuda_pages(format=text(format), layer=0 if layer is None else layer + 1)
+        pages = _cuda_abi.kvq_cuda_pages(format=text(format), layer=0 if layer is None else layer + 1,
+                                         page_tokens=1 if page_tokens == 1 else 0)
         bytes_of = (ctypes.c_size_t(), ctypes.c_size_t())
-        self._f.kvq_cuda_kernels_page_bytes(self._kernels, text(format), page_tokens, kv_heads, *map(ctypes.byref, bytes_of))
+        if order == "HND":
+            self._f.kvq_cuda_kernels_page_bytes(self._kernels, text(format), page_tokens, kv_heads, *map(ctypes.byref, bytes_of))
         both = zip(("key", "value"), (keys, values), (key_scales, value_scales), format.split("/") * 2, bytes_of)
         for name, x, scales, of, least in both:
             if x.device.type != _KIND:

@@ -41,8 +41,8 @@ inline status cache::open_scratch() {
     return {};
 }
 
-/// Of prefill() in layers of this kind, where formats have these spans: at most `most`, and at least what a kv
-/// head needs. 0: it takes none, also where spans overlap so much that the limit is no room for a head.
+/// Of prefill() in layers of this kind, where formats have these spans: at most `most`, and at least what a
+/// kv head needs. 0: it takes none, also where spans overlap so much that the limit is no room for a head.
 inline std::size_t cache::scratch_bytes(const detail::layer_group& g, int tokens,
                                         const detail::format_spans& spans, int new_tokens,
                                         std::size_t most) const {

@@ -230,6 +230,8 @@ struct strided_functions {
     decltype(device_functions::prefill) prefill;
     decltype(device_functions::dequantize) dequantize;
     decltype(device_functions::workspace_bytes) workspace_bytes;
+    decltype(device_functions::prompt_scratch_bytes) prompt_scratch_bytes;
+    const strided_functions* tokens;  // for pages of one token, of an entry of one format; null: none
 };
 
 }  // namespace detail

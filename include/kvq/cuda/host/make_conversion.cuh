@@ -25,6 +25,19 @@ inline constexpr bool lies_anywhere = [] {
     return false;
 }();
 
+/// Where strided rows lie: as a view says, or in the blocks of these pages.
+template <tensor Role, class Pair>
+row_memory place_of(const layer_view::part& p, const std::byte* pages, std::size_t page_bytes) noexcept {
+    const row_memory& given = p.places[static_cast<int>(Role)];
+    if (given.token_bytes != 0) return given;
+    constexpr auto layout = scheme_of<Role, Pair>::fixed_layout();
+    constexpr auto row = static_cast<std::size_t>(layout.row_bytes(dim_of<Role, Pair>)),
+                   scales = static_cast<std::size_t>(layout.scales_behind(dim_of<Role, Pair>));
+    constexpr std::size_t block = Role == tensor::key ? Pair::key_block_bytes : Pair::value_block_bytes;
+    if constexpr (scales == 0) return {row, block};
+    return {row, block, pages + Pair::page_tokens * row, page_bytes, scales, block};
+}
+
 /// Table: device_table<...>.
 template <class Table>
 struct convert_functions {

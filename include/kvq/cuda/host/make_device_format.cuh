@@ -116,19 +116,6 @@ struct device_table {
     static cache_ref<sinks_pair> sinks(const layer_view& l) noexcept {
         return ref<sinks_pair>(l, l.sinks, l.sink_table, l.sink_columns, 0);
     }
-    /// Where strided rows lie: as the view says, or in blocks.
-    template <tensor Role, class Pair>
-    static row_memory place(const layer_view::part& p, const std::byte* pages,
-                            std::size_t page_bytes) noexcept {
-        const row_memory& given = p.places[static_cast<int>(Role)];
-        if (given.token_bytes != 0) return given;
-        constexpr auto layout = scheme_of<Role, Pair>::fixed_layout();
-        constexpr auto row = static_cast<std::size_t>(layout.row_bytes(dim_of<Role, Pair>)),
-                       scales = static_cast<std::size_t>(layout.scales_behind(dim_of<Role, Pair>));
-        constexpr std::size_t block = Role == tensor::key ? Pair::key_block_bytes : Pair::value_block_bytes;
-        if constexpr (scales == 0) return {row, block};
-        return {row, block, pages + page_tokens * row, page_bytes, scales, block};
-    }
     template <class Pair>
     static cache_ref<Pair> quantized(const layer_view& l, int number, const int* table) noexcept {
         const layer_view::part& p = l.quantized[number];
@@ -144,8 +131,8 @@ struct device_table {
         if constexpr (token_row_scheme<typename Pair::values>)
             c.own_values.scheme = typename Pair::values(p.scales[1]);
         if constexpr (is_strided<Pair>) {
-            c.own_keys.memory = place<tensor::key, Pair>(p, c.key_pages, c.key_page_bytes);
-            c.own_values.memory = place<tensor::value, Pair>(p, c.value_pages, c.value_page_bytes);
+            c.own_keys.memory = place_of<tensor::key, Pair>(p, c.key_pages, c.key_page_bytes);
+            c.own_values.memory = place_of<tensor::value, Pair>(p, c.value_pages, c.value_page_bytes);
         }
         for (const tensor role : {tensor::key, tensor::value})
             c.set_transform(role, l.layer, p.columns[static_cast<int>(role)], p.rows[static_cast<int>(role)]);

@@ -3,6 +3,7 @@
 //
 //   row of (page, token, head)      pages + page * page_bytes + token * token_bytes + head * head_bytes
 //
+// Pages of one token (SGLang) hold all of a sequence, without window and sinks.
 // Contract: formats of rows of a multiple of 16 bytes, and of 4 bytes of scales beside them, have strides,
 // others of the entry none. K and V have their own, also none. An entry costs a program its kernels of
 // attention once more.
@@ -24,6 +25,40 @@ struct with_strides_of<Pair> {
     using type = strided_rows<Pair>;
 };
 
+/// Of pages of one token.
+template <class T, class Pair>
+struct token_table {
+    using pair = strided_rows<
+        block_pair<typename Pair::keys, typename Pair::values, Pair::head_dim, 1, Pair::value_dim>>;
+    using table = device_table<unmodified, T, pair>;
+
+    static cache_ref<pair> all(const layer_view& l) noexcept {
+        return table::template quantized<pair>(l, 0, l.quantized[0].table);
+    }
+    static status attend(const layer_view& l, const input_rows& q, const output_rows& out,
+                         const attention_options& options, void* workspace, std::size_t bytes,
+                         cudaStream_t stream, const void*) {
+        return cuda::attend(all(l), q.as<const T>(), out.as<T>(), options, workspace, bytes, stream);
+    }
+    static status prefill(const layer_view& l, const input_rows& k, const input_rows& v, const input_rows& q,
+                          const output_rows& out, const int* starts, int new_tokens,
+                          const prefill_options& options, cudaStream_t stream, const void*) {
+        if constexpr (prefills<pair>)
+            return cuda::prefill<T>(make_mixed(0, all(l)), k.as<const T>(), v.as<const T>(), q.as<const T>(),
+                                    out.as<T>(), starts, new_tokens, options, stream);
+        else
+            return bad_value("prefill has no kernels for these pages: %s", no_prefill<pair>);
+    }
+    static std::size_t workspace_bytes(int, int q_heads, int query_tokens) {
+        return attend_workspace_bytes<pair, T>(q_heads, query_tokens);
+    }
+    static std::size_t scratch_bytes(const layer_view& l, int tokens, int new_tokens, int heads) {
+        return prefill_scratch_bytes<T>(make_mixed(0, all(l)), tokens, new_tokens, heads);
+    }
+    static constexpr strided_functions functions{
+        1, &attend, &prefill, &table::dequantize, &workspace_bytes, &scratch_bytes, nullptr};
+};
+
 template <class T, class... Pairs>
 struct strided_table {
     using table = device_table<unmodified, T, typename with_strides_of<Pairs>::type...>;
@@ -33,8 +68,17 @@ struct strided_table {
         ((found |= lies_anywhere<Pairs> ? bit : 0u, bit <<= 1), ...);
         return found;
     }();
-    static constexpr strided_functions functions{formats, &table::attend, &table::prefill, &table::dequantize,
-                                                 &table::workspace_bytes};
+    static constexpr const strided_functions* tokens = [] {
+        if constexpr (sizeof...(Pairs) == 1) return (&token_table<T, Pairs>::functions, ...);
+        return static_cast<const strided_functions*>(nullptr);
+    }();
+    static constexpr strided_functions functions{formats,
+                                                 &table::attend,
+                                                 &table::prefill,
+                                                 &table::dequantize,
+                                                 &table::workspace_bytes,
+                                                 &table::prompt_scratch_bytes,
+                                                 tokens};
 };
 
 }  // namespace detail
