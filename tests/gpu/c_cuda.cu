@@ -44,28 +44,50 @@ const builtin_format* builtin_formats(std::size_t* count) {
 }
 }}  // namespace kvq
 
+/// On a device three programs, which compile side by side, each with its own formats; emulated one.
+constexpr bool has(int part) {
+#ifdef PART
+    return part == PART;
+#else
+    return part >= 0;
+#endif
+}
+
 kvq::library_format_list kvq::library_device_formats() noexcept {
     using of = named<64, 64>;
-    using rows = named<64, 32>::fp8;
-    static device_formats all = {
-        kvq::cuda::make_device_format<kvq::float16, of::kivi_4_g64, of::int8>(),
-        kvq::cuda::make_device_format<kvq::float16, of::mix4>(),
-        kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16,
-                                      keys_and_values<named<64>::int8, named<64>::kivi_4_g64>>(),
-        kvq::cuda::make_device_format<kvq::float16, of::std4_h>(),
-        kvq::cuda::make_device_format<kvq::float16, rows>(),
-        kvq::cuda::make_device_format<kvq::float16,
-                                      kvq::cuda::latent_pair<kvq::kivi<4, 32>::keys, 64, 16, 64, 64>,
-                                      kvq::cuda::latent_pair<kvq::int8, 64, 16, 64, 64>>(),
-        kvq::cuda::make_device_format<kvq::float16, kvq::cuda::index_pair<64, 64>>()};
-    kvq::cuda::add_strides<kvq::float16, rows>(all[4]);
-#ifndef __CUDACC__  // the kernels are those of presets7 and prefill6
-    using both = keys_and_values<named<64, 32>::fp8, named<64, 32>::nvfp4>;
-    if (all.size() == 7) {
-        all.push_back(kvq::cuda::make_device_format<kvq::float16, both>());
-        kvq::cuda::add_strides<kvq::float16, both>(all.back());
-    }
+    static device_formats all = [] {
+        device_formats list;
+        const auto add = [&]<class... Pairs>(std::type_identity<Pairs>...) {
+            list.push_back(kvq::cuda::make_device_format<kvq::float16, Pairs...>());
+            kvq::cuda::add_strides<kvq::float16, Pairs...>(list.back());
+        };
+#if !defined(PART) || PART == 0
+        add(std::type_identity<of::kivi_4_g64>(), std::type_identity<of::int8>());
+#else
+        add(std::type_identity<of::int8>());
 #endif
+#if !defined(PART) || PART == 1
+        add(std::type_identity<of::mix4>());
+#endif
+#if !defined(PART) || PART == 0
+        list.push_back(
+            kvq::cuda::make_scored_format<kvq::cuda::alibi, kvq::float16,
+                                          keys_and_values<named<64>::int8, named<64>::kivi_4_g64>>());
+#endif
+#if !defined(PART) || PART == 2
+        add(std::type_identity<of::std4_h>());
+        add(std::type_identity<named<64, 32>::fp8>());
+#endif
+#if !defined(PART) || PART == 1
+        add(std::type_identity<kvq::cuda::latent_pair<kvq::kivi<4, 32>::keys, 64, 16, 64, 64>>(),
+            std::type_identity<kvq::cuda::latent_pair<kvq::int8, 64, 16, 64, 64>>());
+        add(std::type_identity<kvq::cuda::index_pair<64, 64>>());
+#endif
+#ifndef __CUDACC__  // presets7 and prefill6 have the kernels
+        add(std::type_identity<keys_and_values<named<64, 32>::fp8, named<64, 32>::nvfp4>>());
+#endif
+        return list;
+    }();
     return {all.data(), all.size(), sizeof(all[0])};
 }
 
@@ -2266,7 +2288,7 @@ void bad_input() {
     kvq_cuda_format_entry e;
     KVQ_INIT(e);
     OK(kvq_cuda_format_count(&n));
-    CHECK(n == 7, "%d entries", n);
+    CHECK(n == 8, "%d entries", n);
     OK(kvq_cuda_format_list(0, &e));
     CHECK(std::strcmp(e.formats, "kivi-4-g64,int8") == 0 && e.head_dim == 64 && e.page_tokens == 64 &&
               e.window == KVQ_FP16 && e.alibi == 0,
@@ -2282,7 +2304,7 @@ void bad_input() {
           e.formats);
     OK(kvq_cuda_format_list(6, &e));
     CHECK(std::strcmp(e.formats, "int8") == 0 && e.head_dim == 64, "entry %s of an index", e.formats);
-    REFUSED(kvq_cuda_format_list(7, &e), KVQ_ERROR_ARGUMENT, "not among 7");
+    REFUSED(kvq_cuda_format_list(8, &e), KVQ_ERROR_ARGUMENT, "not among 8");
     const auto* const found = kvq::cuda::find_device_format("int8", 64, 64);
     CHECK(found != nullptr && found->kinds.size() == 2, "int8 is in the entry with kivi-4-g64");
     for (const char* name : {"int8/kivi-4-g64", "kivi-4-g64/int8", "std4", "int8/", "/int8", ""})
@@ -2323,25 +2345,35 @@ std::string run();
 }
 
 int main() {
-    const std::string wrong = plain_host::run();
-    CHECK(wrong.empty(), "a program without nvcc: %s", wrong.c_str());
-    scenario();
-    list_of_layers();
-    latents("int8-fp16x16", 0.01);
-    latents("fp16", 2e-3);
-    lists();
-    layers_with_state();
-    variants();
-    several_widths();
-    alibi();
-    graphs();
-    pages_of_the_caller();
-    conversion_of_pages();
-    strided_pages("fp8");
+    if (has(0)) {
+        const std::string wrong = plain_host::run();
+        CHECK(wrong.empty(), "a program without nvcc: %s", wrong.c_str());
+        scenario();
+        list_of_layers();
+        layers_with_state();
+        variants();
+        alibi();
+        graphs();
+    }
+    if (has(1)) {
+        latents("int8-fp16x16", 0.01);
+        latents("fp16", 2e-3);
+        lists();
+        several_widths();
+    }
+    if (has(2)) {
+        conversion_of_pages();
+        strided_pages("fp8");
 #ifndef __CUDACC__
-    strided_pages("fp8/nvfp4");
+        strided_pages("fp8/nvfp4");
 #endif
-    pages_with_signs();
+        pages_with_signs();
+    }
+#ifndef PART  // they name formats of all
+    pages_of_the_caller();
     bad_input();
+#else
+    if (has(0)) pages_of_the_caller();
+#endif
     return test::report("c_cuda");
 }
