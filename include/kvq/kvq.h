@@ -157,11 +157,11 @@ KVQ_API kvq_status kvq_executor_free(kvq_executor* executor);
 // low2-h.
 // In the bytes of other systems: fp8, fp8-e5m2, nvfp4, nvfp4-4over6, mxfp8, mxfp4, q8_0, q4_0, q4_1, q5_0,
 // q5_1, q6_0, iq4_nl, int8-token-head, fp8-token-head, mlx-2-g64 to mlx-8-g64, the same with "-bf16" behind
-// (scales and biases in bf16), nvfp4-v4, mla-656, mla-656-pow2, mla-584, mla-528, mla-288, index-132,
-// index-68. Any G of affine and kivi may be asked for. kvq_format_list names all. With "-bounds" at the end
-// of a name, keys carry the range of every channel of a page, by which kvq_mods.selected_tokens ranks pages
-// without reading them. With "-fp16x64" their last 64 channels are 16 bit, as keys of KVQ_LATENT have them,
-// with "-ref8x64" 8 bit with parameters per channel, with "-int8x64" 8 bit with a scale per token.
+// (scales and biases in bf16), nvfp4-v4, mxfp4-g16, mla-656, mla-656-pow2, mla-584, mla-528, mla-288,
+// index-132, index-68. Any G of affine and kivi may be asked for. kvq_format_list names all. With "-bounds"
+// at the end of a name, keys carry the range of every channel of a page, by which kvq_mods.selected_tokens
+// ranks pages without reading them. With "-fp16x64" their last 64 channels are 16 bit, as keys of KVQ_LATENT
+// have them, with "-ref8x64" 8 bit with parameters per channel, with "-int8x64" 8 bit with a scale per token.
 
 typedef struct kvq_format_entry {
     size_t size;

@@ -524,6 +524,19 @@ def nvfp4(row):
     return pairs(codes), scales, values
 
 
+def mxfp4_16(row):
+    """SGLang's fp4_e2m1: halfway between two numbers is the larger one."""
+    codes, scales, values = [], b"", []
+    for group in cut(row, 16):
+        scale = power_above(max(f32(abs(largest(group)) / 6.0), f32(1e-10)))
+        sizes = [f32(limited(x) / scale) for x in group]
+        c = [8 * (x < 0) + sum(abs(x) >= bound for bound in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)) for x in sizes]
+        codes += c
+        scales += bytes([int(math.log2(scale)) + 127])
+        values += e2m1_values(c, scale)
+    return pairs(codes), scales, values
+
+
 def in_turns(scales, per_token):
     """Scales of four tokens take turns: place (t // 4) * 4 * S + s * 4 + t % 4, with fewer turns at the end."""
     out = b""
@@ -597,6 +610,7 @@ RECORDS = {
     "mlx-4-g64-bf16": (128, lambda row: mlx(row, 4, bfloat, bfloat_value), 16),
     "mlx-6-g64-bf16": (128, lambda row: mlx(row, 6, bfloat, bfloat_value), 16),
     "mlx-8-g64-bf16": (128, lambda row: mlx(row, 8, bfloat, bfloat_value), 16),
+    "mxfp4-g16": (128, mxfp4_16, 16),
     "int4-token-head": (128, int4_token_head, 16),
 }
 

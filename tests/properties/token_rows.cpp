@@ -223,7 +223,7 @@ TEST_CASE(
         {"mlx-2-g64", 0.2},       {"mlx-3-g64", 4e-2},       {"mlx-4-g64", 1e-2},
         {"mlx-6-g64", 6e-4},      {"mlx-8-g64", 4e-5},       {"nvfp4-v4", 1.1e-2},
         {"mlx-2-g64-bf16", 0.2},  {"mlx-3-g64-bf16", 4e-2},  {"mlx-4-g64-bf16", 1e-2},
-        {"mlx-6-g64-bf16", 6e-4}, {"mlx-8-g64-bf16", 2e-4}};
+        {"mlx-6-g64-bf16", 6e-4}, {"mlx-8-g64-bf16", 2e-4},  {"mxfp4-g16", 2e-2}};
     for (const kvq::record_layout& l : kvq::record_layouts) {
         INFO(std::string(l.name));
         const kvq::token_records scheme(l);

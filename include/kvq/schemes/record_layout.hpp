@@ -16,10 +16,12 @@
 //   mlx-B-g64        64 k      B bits x n                                          fp16 x k, fp16 biases x k
 //   mlx-B-g64-bf16   64 k      the same                                            bf16 x k, bf16 biases x k
 //   nvfp4-v4         16 k      e2m1 x n                                            e4m3 x k of four tokens
+//   mxfp4-g16        16 k      e2m1 x n                                            e8m0 x k
 //
 //   rule             scale, with M the largest number (448, 6, 127)
 //   quotient         max(max|x|, least) / M; of mla-656 max(max|x| / 448, 2^-126)
 //   power_of_two     2^ceil(log2(max(max|x| / M, 1e-4)))
+//   halves_up        2^ceil(log2(max(max|x| / M, 1e-10))); e2m1 halfway between two is the larger one
 //   by_inverse       max(max|x| / M, 1e-6); numbers are x * (1 / scale), int8 without its fraction
 //   edges            of the end with the larger magnitude: a whole number of steps from zero
 //   zero_point       s = max((max - min) / 15, 1e-6) without its lowest four bits, which hold z = -min / s,
@@ -32,7 +34,7 @@
 // Contract: that of schemes/row_layout.hpp; magnitudes above 2^126 saturate.
 // Sources: FlashMLA, README and tests/quant.py (656, 584); vLLM, fp8_ds_mla, indexer_k_quant_and_cache and
 // *_per_token_head; vllm#56893 (528, 288: bytes; the rules are those of 584 and of nvfp4); MLX, quantize;
-// FlashInfer, nvfp4_quantize_paged_kv_cache (nvfp4-v4).
+// FlashInfer, nvfp4_quantize_paged_kv_cache (nvfp4-v4); SGLang, fp4_e2m1 (mxfp4-g16).
 #pragma once
 
 #include "row_layout.hpp"
@@ -43,7 +45,7 @@ namespace kvq { inline namespace v0_3 {
 struct record_layout {
     enum class number : unsigned char { e4m3, e2m1, int8, bits };
     enum class stored : unsigned char { fp32, fp16, e4m3, e8m0, bf16 };
-    enum class rule : unsigned char { quotient, power_of_two, by_inverse, edges, zero_point };
+    enum class rule : unsigned char { quotient, power_of_two, by_inverse, edges, zero_point, halves_up };
 
     const char* name;
     int head_dim;  ///< 0: any
@@ -135,6 +137,8 @@ inline constexpr record_layout record_layouts[] = {
      record_layout::rule::edges, 0, true},
     {"mlx-8-g64-bf16", 0, record_layout::number::bits, 8, 64, record_layout::stored::bf16,
      record_layout::rule::edges, 0, true},
+    {"mxfp4-g16", 0, record_layout::number::e2m1, 4, 16, record_layout::stored::e8m0,
+     record_layout::rule::halves_up, 1e-10f, true},
 };
 
 }}  // namespace kvq

@@ -139,6 +139,9 @@ struct token_records {
         else if (l.fit == rule::power_of_two)
             step = power_above(
                 detail::larger(detail::rounded_quotient(limited(range.magnitude()), most()), 1e-4f));
+        else if (l.fit == rule::halves_up)
+            step = power_above(
+                detail::larger(detail::rounded_quotient(limited(range.magnitude()), most()), l.least));
         else
             step = detail::larger(detail::rounded_quotient(limited(range.magnitude()), most()), 1e-6f);
         if (l.scale == stored::fp32)
@@ -152,6 +155,7 @@ struct token_records {
         for (int i = 0; i < n; ++i) {
             const float y = limited(x[i]);
             codes.put(!(step > 0.0f)              ? 0
+                      : l.fit == rule::halves_up  ? e2m1_halves_up(detail::rounded_quotient(y, step))
                       : l.fit == rule::by_inverse ? code_of(rounded_product(y, inverse))
                                                   : code_of(detail::rounded_quotient(y, step)));
         }
@@ -358,6 +362,15 @@ private:
                 return static_cast<std::uint8_t>(
                     static_cast<std::int8_t>(detail::smaller(detail::larger(q, -128.0f), 127.0f)));
         }
+    }
+    KVQ_HD KVQ_INLINE static unsigned e2m1_halves_up(float q) noexcept {
+        const float size = q < 0.0f ? -q : q;
+        unsigned code = q < 0.0f ? 8u : 0u;
+        for (unsigned i = 0; i < 7; ++i)  // the middles of neighbours
+            code += size >= (e2m1::to_float(static_cast<std::uint8_t>(i)) +
+                             e2m1::to_float(static_cast<std::uint8_t>(i + 1))) /
+                                2.0f;
+        return code;
     }
     /// MLX's rule.
     template <class X>

@@ -13,7 +13,7 @@ from ._tensors import Tensor, _memory, empty_beside, integers, is_torch, rows, t
 _ORDERS = {"NHD": (1, 2), "HND": (2, 1)}  # axes of tokens and heads
 
 
-_BYTE_SCALES = ("nvfp4", "nvfp4-4over6", "mxfp8", "mxfp4", "mla-584", "index-68")
+_BYTE_SCALES = ("nvfp4", "nvfp4-4over6", "mxfp8", "mxfp4", "mxfp4-g16", "mla-584", "index-68")
 
 
 def _format_of(name: str, scale: Union[float, Sequence[float]]) -> Any:
