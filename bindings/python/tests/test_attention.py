@@ -125,6 +125,11 @@ class OtherMemory(Base):
             q = self.tensor(3, 8, dim)
             out = kvq.attend_rows(latents, latents, q, tokens=tokens, block_table=table, value_dim=value_dim)
             self.expect(out, attention(q, held[order], held[order][..., :value_dim])[0], 2e-5)
+            if name == "mla-656":  # selected tokens, one query: blocks of one token
+                chosen, pool = self.rng.permutation(order)[:25], kvq.Rows(name, data.reshape(-1, 1, 1, row))
+                out = kvq.attend_rows(pool, pool, q[:1], tokens=25, block_table=chosen, value_dim=value_dim,
+                                      mods=kvq.Mods(direction="cross"))
+                self.expect(out, attention(q[:1], held[chosen], held[chosen][..., :value_dim])[0], 2e-5)
         with self.assertRaisesRegex(kvq.ArgumentError, "index-132 has 128 channels, but head_dim is 64"):
             kvq.attend_rows(latents, latents, self.tensor(1, 8, 64), tokens=tokens)
         with self.assertRaisesRegex(kvq.ArgumentError, "keys are index-132, whose scales lie beside the rows, but scales is null"):

@@ -11,7 +11,8 @@
 //
 // Strides are bytes, so that one struct says every layout: NHD and HND, blocks of 1 to any number of tokens,
 // K and V in one allocation, scales inside of the rows (ggml) or beside them (NVFP4, MX), padded pages, heads
-// or tokens outermost. Masks and score modifiers: mods.hpp, without selections, lists and skipped values.
+// or tokens outermost. Masks and score modifiers: mods.hpp, without selections, lists and skipped values;
+// tokens that a model selects are a table of blocks of one token, under cross_attention.
 // Records are read as floats, 128 tokens at a time. Values of a latent are the first channels of its keys:
 // where both views are the same, they are read once, and value_dim may be less than head_dim.
 // Contract: float products; with AVX-512 BF16 queries and weights of fp8 are two bfloat16, at most 2^-18 of

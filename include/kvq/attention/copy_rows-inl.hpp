@@ -1,6 +1,8 @@
 // Definitions of copy_rows.hpp.
 #pragma once
 
+#include <climits>
+#include <cstdint>
 #include <cstring>
 #include <string_view>
 

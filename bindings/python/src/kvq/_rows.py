@@ -111,7 +111,8 @@ def attend_rows(keys: Rows, values: Rows, q: Tensor, *, tokens: int, block_table
     tokens       of the sequence
     block_table  its blocks in order; None: block 0, 1, ...
     value_dim    None: head_dim; of latents, whose keys are their values, it may be less
-    Returns out. mods: without lists, selected_tokens and skipped_mass.
+    Returns out. mods: without lists, selected_tokens and skipped_mass. Tokens that a model selects are the block_table of Rows with
+    blocks of one token, with Mods(direction="cross").
     """
     for name, x in (("keys", keys), ("values", values)):
         if not isinstance(x, Rows):
