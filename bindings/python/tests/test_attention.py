@@ -82,6 +82,8 @@ class OtherMemory(Base):
         for name, given in (("data", {}), ("scales", {"scales": [[1]]})):
             with self.assertRaisesRegex(TypeError, f"{name} is a list, neither a numpy array"):
                 kvq.Rows("fp8", [[1, 2]] if name == "data" else memory[0][0], **given)
+        with self.assertRaisesRegex(kvq.ArgumentError, r"NHD in blocks: a pool of tokens is x\[:, None\]"):
+            kvq.Rows("q8_0", memory[0][0][0])
         with self.assertRaisesRegex(kvq.ArgumentError, "takes no scale of the tensor, but got 0.5"):
             kvq.Rows("q8_0", memory[0][0], tensor_scale=0.5)
         with self.assertRaisesRegex(kvq.ArgumentError, "std4 is no format of rows"):

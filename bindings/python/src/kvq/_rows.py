@@ -55,7 +55,8 @@ class Rows:
             if not is_torch(x) and not hasattr(x, "shape"):
                 raise TypeError(f"{name} is a {type(x).__name__}, neither a numpy array nor a torch tensor")
             if len(x.shape) != 4 or (x.element_size() if is_torch(x) else getattr(x, "itemsize", 1)) != 1:
-                raise ArgumentError(f"kvq: {name} is {x.dtype} {list(x.shape)}, not bytes with four axes, {order} in blocks")
+                pool = ": a pool of tokens is x[:, None], blocks of one token" if len(x.shape) == 3 else ""
+                raise ArgumentError(f"kvq: {name} is {x.dtype} {list(x.shape)}, not bytes with four axes, {order} in blocks{pool}")
             address, of_axes = _memory(x, name, False)
             strides = tuple([stride if n > 1 else 1 for stride, n in zip(of_axes, x.shape)])  # else it means nothing
             setattr(self._c, name, address)
