@@ -537,8 +537,10 @@ KVQ_API kvq_status kvq_cuda_kernels_page_bytes(const kvq_cuda_kernels* kernels, 
 KVQ_API kvq_status kvq_cuda_kernels_workspace_bytes(const kvq_cuda_kernels* kernels, int32_t q_heads,
                                                     int32_t kv_heads, int32_t query_tokens, size_t* bytes);
 
-/// Token i of k and v to slot slots[i] = page * page_tokens + token, in pages of the window's type. A
-/// negative one is not stored.
+/// Token i of k and v to slot slots[i] = page * page_tokens + token, which no other token of the call has; a
+/// negative one is not stored. Pages of the window's type; or of rows of others, as an engine has them
+/// (key_rows, value_rows or neither), which are quantized with the bytes of kvq_write_rows: NaN becomes the
+/// number nearest to zero, infinities saturate.
 KVQ_API kvq_status kvq_cuda_pages_store(const kvq_cuda_kernels* kernels, const kvq_cuda_pages* to,
                                         const kvq_tensor* k, const kvq_tensor* v, const int64_t* slots,
                                         void* stream);

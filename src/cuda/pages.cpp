@@ -315,18 +315,30 @@ kvq_status kvq_cuda_pages_store(const kvq_cuda_kernels* kernels, const kvq_cuda_
         expect_data(to, "to");
         const auto keys = input_of(k, of.type, "k"), values = input_of(v, of.type, "v");
         expect_data(slots, "slots");
-        expect(
-            to->format == nullptr || number_of(of, to->format, "to.format") < 0, KVQ_ERROR_ARGUMENT,
-            "to.format is ", std::string(to->format != nullptr ? to->format : ""),
-            "; tokens are stored in pages of the window's type, which kvq_cuda_pages_requantize quantizes");
         expect_heads(k->heads);
+        const auto* const slot_list = reinterpret_cast<const long long*>(slots);
+        const int number = to->format == nullptr ? -1 : number_of(of, to->format, "to.format");
         kvq::cuda::detail::layer_view l{};
         l.kv_heads = k->heads;
-        const auto memory = memory_of(of, *to, -1, k->heads, "to");
+        const auto memory = memory_of(of, *to, number, k->heads, "to");
+        if (number >= 0) {  // rows that another system will read
+            kvq::cuda::detail::layer_view::part& p = l.quantized[number];
+            expect(
+                of.strided != nullptr && (of.strided->formats >> number & 1) != 0, KVQ_ERROR_ARGUMENT,
+                "to.format is ", std::string(to->format), " of ", of.head_dim,
+                " channels; tokens are stored in rows of others (fp8, nvfp4, mxfp8, mxfp4), and in pages of "
+                "the window's type, which kvq_cuda_pages_requantize quantizes");
+            p.pages = memory;
+            set_strides(of, *to, number, p, "to");
+            set_scales(of, *to, number, p, "to");
+            const auto* const strided = strided_of(of, l, to->page_tokens);
+            check((strided != nullptr ? strided : of.strided)
+                      ->store(l, number, keys, values, slot_list, stream_of(stream)));
+            return;
+        }
         expect_dense(of, *to, "to");
         const bool sinks = to->page_tokens == sink_page_tokens && of.page_tokens != sink_page_tokens;
-        check(of.functions->store(l, memory, sinks, keys, values, reinterpret_cast<const long long*>(slots),
-                                  stream_of(stream)));
+        check(of.functions->store(l, memory, sinks, keys, values, slot_list, stream_of(stream)));
     });
 }
 

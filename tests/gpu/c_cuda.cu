@@ -2,6 +2,7 @@
 // agree, pages have the same bytes; graphs, memory of the caller, and bad input.
 #define KVQ_HAS_JSON 1
 
+#include <kvq/attention/copy_rows.hpp>
 #include <kvq/format/builtin_schemes.hpp>
 #include <set>
 
@@ -1786,7 +1787,7 @@ void strided_pages(const char* format) {
                     static_cast<double>(scales[v] * number);
             }
     }
-    const uploaded<std::byte> keys(bytes[0]), values(bytes[1]), value_scales(of_values_scales);
+    uploaded<std::byte> keys(bytes[0]), values(bytes[1]), value_scales(of_values_scales);
     const uploaded<std::int32_t> tables(table), committed({3, 0, 2}),
         tokens(std::vector<std::int32_t>(lengths, lengths + sequences));
     kvq_cuda_part part{};
@@ -1958,6 +1959,84 @@ void strided_pages(const char* format) {
                 "pages of 1 token need key_stride");
         part = whole;
         layer.columns = columns;
+    }
+
+    // New tokens in the engine's bytes: those of write_rows(), of numbers that are not finite as well, and no
+    // other byte.
+    std::vector<kvq::float16> new_keys = random(many, heads), new_values = random(many, heads);
+    for (std::vector<kvq::float16>* const x : {&new_keys, &new_values})
+        for (const float y : {NAN, INFINITY, -INFINITY, 6e4f, -1e-7f, 0.0f})
+            (*x)[r() % x->size()] = kvq::float16(y);
+    const uploaded<kvq::float16> stored_keys(new_keys), stored_values(new_values);
+    const std::vector<std::int64_t> to_slots = {page - 1, 3 * page + 5, -1, pages * page - 1, 4 * page};
+    const uploaded<std::int64_t> device_slots(to_slots);
+    const kvq_tensor sk = tensor_of(stored_keys.get(), many, heads),
+                     sv = tensor_of(stored_values.get(), many, heads);
+    const auto check_store = [&](const char* what, const kvq_cuda_pages& to_pages, bool dense) {
+        keys.upload(bytes[0]);
+        values.upload(bytes[1]);
+        value_scales.upload(of_values_scales);
+        std::vector<std::byte> want[] = {bytes[0], bytes[1]}, want_scales = of_values_scales;
+        kvq::workspace space;
+        for (int role = 0; role < 2; ++role) {
+            const bool beside = role == 1 && fours;
+            const kvq::row_layout& layout = kvq::row_layout_named(beside ? "nvfp4" : "fp8");
+            kvq::rows_view rows{.rows = kvq::make_format<kvq::scalar>(kvq::token_rows(layout, scales[role])),
+                                .data = want[role].data(),
+                                .token_stride = static_cast<std::ptrdiff_t>(token_bytes[role]),
+                                .head_stride = static_cast<std::ptrdiff_t>(head_bytes[role]),
+                                .block_stride = static_cast<std::ptrdiff_t>(page * token_bytes[role]),
+                                .scales = beside ? want_scales.data() : nullptr,
+                                .scale_token_stride = of_token,
+                                .scale_head_stride = of_head,
+                                .scale_block_stride = of_page};
+            if (dense) {
+                const std::size_t of_scales = beside ? row / 16 : 0;
+                rows.token_stride = static_cast<std::ptrdiff_t>(row_bytes[role]);
+                rows.head_stride = static_cast<std::ptrdiff_t>(page * (row_bytes[role] + of_scales));
+                rows.scales = beside ? want[role].data() + page * row_bytes[role] : nullptr;
+                rows.scale_token_stride = static_cast<std::ptrdiff_t>(of_scales);
+                rows.scale_head_stride = rows.head_stride;
+                rows.scale_block_stride = rows.block_stride;
+            }
+            for (int i = 0; i < many; ++i) {
+                const auto slot = static_cast<int>(to_slots[static_cast<std::size_t>(i)]);
+                if (slot < 0) continue;
+                const std::int32_t number = slot / page;
+                kvq::write_rows(rows, {&number, 1, page, pages}, slot % page,
+                                kvq::input_view((role == 0 ? new_keys : new_values).data() + i * heads * dim,
+                                                1, heads, dim),
+                                space);
+            }
+        }
+        OK(kvq_cuda_pages_store(kernels, &to_pages, &sk, &sv, device_slots.get(), nullptr));
+        CUDA_OK(cudaStreamSynchronize(nullptr));
+        for (int role = 0; role < 2; ++role) {
+            const auto got = (role == 0 ? keys : values).download();
+            CHECK(want[role] != bytes[role] && got == want[role], "%s: bytes of role %d", what, role);
+        }
+        CHECK(value_scales.download() == want_scales, "%s: scales", what);
+    };
+    check_store("stored in strided pages", part.pages, false);
+    {
+        kvq_cuda_pages as = part.pages;
+        as.key_rows = as.value_rows = {};
+        check_store("stored in pages of kvq", as, true);
+        as = part.pages;
+        as.page_tokens = 1;
+        as.key_stride = token_bytes[0];
+        as.value_stride = token_bytes[1];
+        if (!fours) check_store("stored in pages of one token", as, false);
+        as.value_rows = {};
+        REFUSED(kvq_cuda_pages_store(kernels, &as, &sk, &sv, device_slots.get(), nullptr),
+                KVQ_ERROR_UNSUPPORTED, "with key_rows and value_rows");
+        as = part.pages;
+        as.key_rows.head_stride = 24;
+        REFUSED(kvq_cuda_pages_store(kernels, &as, &sk, &sv, device_slots.get(), nullptr), KVQ_ERROR_ARGUMENT,
+                "multiples of 16");
+        const kvq_tensor one_less = tensor_of(stored_keys.get(), many, heads - 1);
+        REFUSED(kvq_cuda_pages_store(kernels, &part.pages, &one_less, &sv, device_slots.get(), nullptr),
+                KVQ_ERROR_ARGUMENT, "but the cache holds");
     }
 
     // Bad input.

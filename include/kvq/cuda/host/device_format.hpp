@@ -231,6 +231,9 @@ struct strided_functions {
     decltype(device_functions::dequantize) dequantize;
     decltype(device_functions::workspace_bytes) workspace_bytes;
     decltype(device_functions::prompt_scratch_bytes) prompt_scratch_bytes;
+    /// Quantizes tokens to slots of the pages of format `part`, one of `formats`.
+    status (*store)(const layer_view&, int part, const input_rows& k, const input_rows& v,
+                    const long long* slot_list, cudaStream_t);
     const strided_functions* tokens;  // for pages of one token, of an entry of one format; null: none
 };
 

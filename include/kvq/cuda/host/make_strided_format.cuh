@@ -25,6 +25,19 @@ struct with_strides_of<Pair> {
     using type = strided_rows<Pair>;
 };
 
+/// Store of a table of strided rows.
+template <class T, class Table>
+status store_strided(const layer_view& l, int part, const input_rows& k, const input_rows& v,
+                     const long long* slot_list, cudaStream_t stream) {
+    return Table::with_pair(part, [&]<class Pair>(std::type_identity<Pair>) -> status {
+        if constexpr (is_strided<Pair>)
+            return cuda::store(Table::template quantized<Pair>(l, part, nullptr), k.as<const T>(),
+                               v.as<const T>(), slot_list, l.not_finite, stream);
+        else
+            return bad_value("format %d has no rows of tokens", part);
+    });
+}
+
 /// Of pages of one token.
 template <class T, class Pair>
 struct token_table {
@@ -55,8 +68,14 @@ struct token_table {
     static std::size_t scratch_bytes(const layer_view& l, int tokens, int new_tokens, int heads) {
         return prefill_scratch_bytes<T>(make_mixed(0, all(l)), tokens, new_tokens, heads);
     }
-    static constexpr strided_functions functions{
-        1, &attend, &prefill, &table::dequantize, &workspace_bytes, &scratch_bytes, nullptr};
+    static constexpr strided_functions functions{1,
+                                                 &attend,
+                                                 &prefill,
+                                                 &table::dequantize,
+                                                 &workspace_bytes,
+                                                 &scratch_bytes,
+                                                 &store_strided<T, table>,
+                                                 nullptr};
 };
 
 template <class T, class... Pairs>
@@ -78,6 +97,7 @@ struct strided_table {
                                                  &table::dequantize,
                                                  &table::workspace_bytes,
                                                  &table::prompt_scratch_bytes,
+                                                 &store_strided<T, table>,
                                                  tokens};
 };
 
