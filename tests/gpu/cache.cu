@@ -2064,12 +2064,11 @@ void check_full_device() {
     CHECK(raised, "a folder without files");
 }
 
-/// The least prompt_scratch that a cache of the first formats takes; 0: its kernels take none.
-std::size_t least_scratch(int formats) {
+/// The least prompt_scratch that a cache takes; 0: its kernels take none.
+std::size_t least_scratch() {
     cuda::cache c;
     cuda::cache_options o;
     o.formats = {"kivi-4-g32", "int8"};
-    o.formats.resize(static_cast<std::size_t>(formats));
     const both_options of;
     o.page_tokens = page;
     o.sinks = of.sinks;
@@ -2089,10 +2088,12 @@ std::size_t least_scratch(int formats) {
 /// Memory for half floats of prompts, and of parts of prompts in steps: for the tokens that there are, where
 /// the device has it, and not in graphs.
 void check_scratch() {
-    const std::size_t least = least_scratch(2);
-    // Pages of 32 tokens: another format has a tile of its own, and not all tokens again. Tiles: 128 tokens.
-    CHECK(least <= least_scratch(1) + 3 * (128 * dim * 4 + 64), "%zu bytes for two formats, %zu for one",
-          least, least_scratch(1));
+    const std::size_t least = least_scratch();
+    // Tiles of 128 tokens: for all tokens once, and a few for what begins one of its own, of 3 formats.
+    const both_options usual;
+    const int tiles = (usual.max_tokens + usual.cut_pages * page + 127) / 128 + 8;
+    CHECK(least <= static_cast<std::size_t>(tiles) * (128 * dim * 4 + 64), "%zu bytes for %d tiles", least,
+          tiles);
     const auto ok = [](const cuda::status& s) { CHECK(s, "%s", s.message); };
     both_options options;
     if (least > 0) options.prompt_scratch = least;
