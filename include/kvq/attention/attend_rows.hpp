@@ -15,13 +15,13 @@
 // tokens that a model selects are a table of blocks of one token, under cross_attention.
 // Records are read as floats, 128 tokens at a time. Values of a latent are the first channels of its keys:
 // where both views are the same, they are read once, and value_dim may be less than head_dim.
-// Contract: float products; with AVX-512 BF16 queries and weights of fp8 are two bfloat16, at most 2^-18 of
-// their magnitude off; with AVX-512 VNNI integer products of q8_0, q4_0, q4_1, iq4_nl, mxfp4 and nvfp4, for
-// which queries and weights are rounded to 16 bits: a row of queries to steps of max|q| / 32512, weights to
-// steps of max w_t s_t / (32512 s_t) in 128 tokens with scales s_t of a group of channels. Let C be the
-// largest number of a code (127; q4_0 8, q4_1 15, mxfp4 and nvfp4 6), A = C max s_t, p_t = w_t / sum w, and S
-// the factor of scores. Then the first line holds always, and the second is a standard deviation for data
-// whose roundings are random:
+// Contract: float products; on AMD's CPUs with AVX-512 BF16 queries and weights of fp8 are two bfloat16,
+// at most 2^-18 of their magnitude off; with AVX-512 VNNI integer ones of q8_0, q4_0, q4_1, iq4_nl, mxfp4
+// and nvfp4, for which queries and weights are rounded to 16 bits: a row of queries to steps of max|q| /
+// 32512, weights to steps of max w_t s_t / (32512 s_t) in 128 tokens with scales s_t of a group of
+// channels. Let C be the largest number of a code (127; q4_0 8, q4_1 15, mxfp4 and nvfp4 6), A = C max
+// s_t, p_t = w_t / sum w, and S the factor of scores. Then the first line holds always, and the second is
+// a standard deviation for data whose roundings are random:
 //   |out' - out| <= (e^(2d) - 1) max|v| + A / 508                   d = S max|q| max_t sum_c|k_tc| / 65024
 //   sqrt((S max|q|)^2 sum_t p_t^2 |k_t|^2 (v_t - out)^2 + sum over 128s of n (C max_t p_t s_t)^2) / 112625
 // Results do not depend on the executor. Calls of up to 32 query rows of a kv head are split every 2048

@@ -1,5 +1,5 @@
-// Products of pairs of bfloat16 with rows of e4m3, where a CPU has them: an instruction takes twice as many
-// as of floats, and numbers are looked up instead of converted.
+// Products of pairs of bfloat16 with rows of e4m3, where they are fast (AMD): an instruction takes twice as
+// many as of floats, and numbers are looked up instead of converted.
 //
 //   begin_pair_operands     x as two bfloat16, x = high + low
 //   pair_keys<Lanes, Q>     y[i][t] = sum_c number[t][c] x[i][c]
