@@ -1,7 +1,10 @@
 // What calls of kvq_cuda.h take: names of formats, tensors in device memory, options of attention.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <kvq/schemes/record_layout.hpp>
+#include <kvq/schemes/row_layout.hpp>
 #include <set>
 #include <string_view>
 
@@ -50,6 +53,28 @@ inline bool is_alibi(const cuda::device_format& f) {
     return f.functions->score == cuda::detail::score_mark::of<cuda::alibi>();
 }
 
+/// Raises for the bytes of other systems that no library has on a device.
+inline void expect_of_devices(std::string_view name) {
+    static constexpr std::string_view on_devices[] = {"fp8",          "fp8-e5m2", "nvfp4",
+                                                      "nvfp4-4over6", "mxfp8",    "mxfp4"};
+    for (std::string_view rest = name; !rest.empty();) {
+        const std::string one(rest.substr(0, rest.find('/')));
+        rest.remove_prefix(std::min(rest.size(), one.size() + 1));
+        const auto is = [&](const auto& layout) { return layout.name == one; };
+        const char* const latents = one.starts_with("mla-")
+                                        ? ": records of latents are for caches of KVQ_LATENT, and in C++ "
+                                          "(records_of) for pages of an engine"
+                                        : "";
+        expect(!std::ranges::any_of(record_layouts, is), KVQ_ERROR_UNSUPPORTED, one,
+               " has no kernels for keys and values on a GPU", latents, "; kvq_convert_rows is for the CPU");
+        expect(!std::ranges::any_of(row_layouts, is) ||
+                   std::ranges::find(on_devices, std::string_view(one)) != std::end(on_devices),
+               KVQ_ERROR_UNSUPPORTED, one,
+               " has no kernels on a GPU but in C++ (rows_of); fp8, fp8-e5m2, "
+               "nvfp4, nvfp4-4over6, mxfp8 and mxfp4 have, kvq_convert_rows is for the CPU");
+    }
+}
+
 /// The entry for layers like `of` with the fewest formats that has all of these, with or without ALiBi.
 /// Raises a failure that says what was compiled.
 inline const cuda::device_format& find_compiled(const std::vector<std::string>& wanted_names, const layer& of,
@@ -68,9 +93,10 @@ inline const cuda::device_format& find_compiled(const std::vector<std::string>& 
            head_dim - value_dim, " channels in pages of ", page_tokens,
            " tokens; build it with KVQ_CUDA_LATENTS=", value_dim, "+", head_dim - value_dim,
            " KVQ_CUDA_PAGE_TOKENS=", page_tokens);
+    for (const std::string& name : wanted_names) expect_of_devices(name);
     std::string names;
     std::set<std::pair<int, int>> geometries;
-    bool geometry = false, any = false;
+    bool geometry = false, any = false, compiled = false;  // these formats, for other geometries
     for (const cuda::device_format& f : cuda::library_formats()) {
         if (is_alibi(f) != alibi || f.latent) continue;
         any = true;
@@ -81,6 +107,9 @@ inline const cuda::device_format& find_compiled(const std::vector<std::string>& 
         for (const cuda::device_format::kind& k : f.kinds) own += (own.empty() ? "" : "+") + k.name;
         if (fits) names += (names.empty() ? "" : ", ") + own;
         if (f.type == type) geometries.insert({f.page_tokens, f.head_dim});
+        bool has_all = true;
+        for (const std::string& name : wanted_names) has_all = has_all && f.find(name) >= 0;
+        compiled = compiled || has_all;
     }
     std::string wanted;
     for (const std::string& name : wanted_names) wanted += (wanted.empty() ? "" : "+") + name;
@@ -94,8 +123,11 @@ inline const cuda::device_format& find_compiled(const std::vector<std::string>& 
         has_dim = has_dim || dim == head_dim;
         has_pages = has_pages || tokens == page_tokens;
     }
-    const std::string missing = (has_dim ? "" : " KVQ_CUDA_HEAD_DIMS=" + std::to_string(head_dim)) +
-                                (has_pages ? "" : " KVQ_CUDA_PAGE_TOKENS=" + std::to_string(page_tokens));
+    const bool both = has_dim && has_pages;  // but not together
+    const std::string missing =
+        (has_dim && !both ? "" : " KVQ_CUDA_HEAD_DIMS=" + std::to_string(head_dim)) +
+        (has_pages && !both ? "" : " KVQ_CUDA_PAGE_TOKENS=" + std::to_string(page_tokens)) +
+        (compiled ? "" : " " + option + "=" + wanted);
     expect(geometry, KVQ_ERROR_ARGUMENT, "this library has kernels for heads and pages of ", other,
            " channels and tokens, none for ", head_dim, " and ", page_tokens, "; build it with", missing);
     fail(KVQ_ERROR_ARGUMENT, "this library has kernels for ", names, ", none for ", wanted,

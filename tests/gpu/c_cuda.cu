@@ -1562,6 +1562,14 @@ void pages_of_the_caller() {
             "none for 80 and 64; build it with KVQ_CUDA_HEAD_DIMS=80");
     REFUSED(kvq_cuda_kernels_find("int8", dim, 0, nullptr, &none), KVQ_ERROR_ARGUMENT,
             "none for 64 and 128; build it with KVQ_CUDA_PAGE_TOKENS=128");
+    REFUSED(kvq_cuda_kernels_find("nvfp4", dim, 16, nullptr, &none), KVQ_ERROR_ARGUMENT,
+            "none for 64 and 16; build it with KVQ_CUDA_PAGE_TOKENS=16 KVQ_CUDA_FORMATS=nvfp4");
+    REFUSED(kvq_cuda_kernels_find("mla-656", dim, page, nullptr, &none), KVQ_ERROR_UNSUPPORTED,
+            "mla-656 has no kernels for keys and values on a GPU: records of latents");
+    REFUSED(kvq_cuda_kernels_find("fp8/nvfp4-v4", dim, page, nullptr, &none), KVQ_ERROR_UNSUPPORTED,
+            "nvfp4-v4 has no kernels for keys and values on a GPU; kvq_convert_rows");
+    REFUSED(kvq_cuda_kernels_find("q8_0", dim, page, nullptr, &none), KVQ_ERROR_UNSUPPORTED,
+            "q8_0 has no kernels on a GPU but in C++");
     REFUSED(kvq_cuda_kernels_find(nullptr, dim, page, nullptr, &none), KVQ_ERROR_HANDLE, "formats is NULL");
     REFUSED(kvq_cuda_kernels_find("int8", dim, page, "fp32", &none), KVQ_ERROR_ARGUMENT,
             "neither fp16 nor bf16");

@@ -91,8 +91,38 @@ class EnginePages(OnGpu):
             kvq.cuda.Pages("kivi-4-g64", source[0][:, :64], source[1], tables[0], **given)
         with self.assertRaisesRegex(kvq.ArgumentError, "source has 1 sequences of 2 kv heads, target 1 of 1"):
             kvq.cuda.convert_pages(views[0], kvq.cuda.Pages("kivi-4-g64", *target, tables[1], **{**given, "kv_heads": 1}), lengths)
-        with self.assertRaisesRegex(kvq.ArgumentError, "not bytes"):
+        with self.assertRaisesRegex(kvq.ArgumentError, "a page of kivi-4-g64 is not bytes of tokens"):
             kvq.cuda.Pages("kivi-4-g64", *source, tables[0], order="NHD", **given)
+
+    def test_new_tokens_of_an_engine(self):
+        """vLLM's FP8 pages, NHD: new tokens by slots with the CPU's bytes, attention over them; HND; shapes of the other order."""
+        entry = next((e for e in kvq.cuda.formats() if e.formats == ("fp8",) and e.window == "fp16" and not e.alibi), None)
+        if entry is None:
+            self.skipTest("the library has no kernels for fp8")
+        dim, size, pages = entry.head_dim, entry.page_tokens, 3
+        scales = dict(key_scale=0.5, value_scale=torch.tensor([2.0]))
+        table = torch.tensor([[2, 0]], dtype=torch.int32, device=DEVICE)
+        tokens, given = size + 5, dict(kv_heads=KV, head_dim=dim, page_tokens=size)
+        k, v, q = normal(tokens, KV, dim), normal(tokens, KV, dim), normal(1, Q, dim)
+        slots = torch.tensor([int(table[0, t // size]) * size + t % size for t in range(tokens)], dtype=torch.int64, device=DEVICE)
+        outs = []
+        for order, shape in ((None, (pages, size, KV, dim)), ("HND", (pages, KV, size, dim))):
+            held = [torch.zeros(*shape, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
+            of = kvq.cuda.Pages("fp8", *held, table, order=order, **given, **scales)
+            kvq.cuda.store_pages(of, k, v, slots)
+            for x, memory, scale in zip((k, v), held, (0.5, 2.0)):
+                wanted = torch.zeros(*shape, dtype=torch.uint8)
+                kvq.write_rows(kvq.Rows("fp8", wanted, order=order or "NHD", tensor_scale=scale), x.cpu(), block_table=[2, 0])
+                self.assertTrue(torch.equal(memory.cpu(), wanted))
+            outs.append(kvq.cuda.attend_pages(of, q, torch.tensor([tokens], dtype=torch.int32, device=DEVICE)))
+        want = kvq.attend_rows(*(kvq.Rows("fp8", x.cpu(), order="HND", tensor_scale=s) for x, s in zip(held, (0.5, 2.0))), q.cpu(),
+                               tokens=tokens, block_table=[2, 0])
+        for out in outs:
+            self.assertLess(((out.cpu().float() - want.float()).norm() / want.float().norm()).item(), 3e-3)
+        with self.assertRaisesRegex(kvq.ArgumentError, 'they are order="HND"'):
+            kvq.cuda.Pages("fp8", *held, table, **given)
+        with self.assertRaisesRegex(kvq.ArgumentError, r"slots \[[0-9]+\], for pages of 2 kv heads"):
+            kvq.cuda.store_pages(of, k, v, slots[1:])
 
 
 class Caches(OnGpu):

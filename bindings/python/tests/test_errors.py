@@ -10,12 +10,69 @@ import unittest
 import numpy as np
 
 import kvq
+from kvq._engine_pages import expect_blocks, order_of, row_strides, tensor_scale
 
 KV, Q, D = 2, 4, 32
 
 
 def zeros(n, heads, dim=D, dtype=np.float32):
     return np.zeros((n, heads, dim), dtype)
+
+
+class OfAGpu:
+    """What kvq.cuda.Pages reads of a tensor, where there is no torch."""
+
+    def __init__(self, *shape, dtype=np.uint8, axes=None):
+        self.a = np.zeros(shape, dtype) if axes is None else np.zeros([shape[i] for i in axes], dtype).transpose(np.argsort(axes))
+        self.shape, self.dtype = self.a.shape, self.a.dtype
+
+    def stride(self):
+        return tuple(n // self.a.itemsize for n in self.a.strides)
+
+    def element_size(self):
+        return self.a.itemsize
+
+
+class EnginePages(unittest.TestCase):
+    """Shapes and orders of pages in an engine's memory, of 9 pages of 16 tokens and 8 heads."""
+
+    def strides(self, x, order=None, format="fp8", tokens=16, heads=8, row=128):
+        return row_strides("keys", x, order_of(format, order, "keys", x, tokens, heads), tokens, heads, row)
+
+    def test_orders(self):
+        page = 16 * 8 * 128
+        for order in ("NHD", None):
+            self.assertEqual(self.strides(OfAGpu(9, 16, 8, 128), order), (page, 8 * 128, 128))
+        self.assertEqual(self.strides(OfAGpu(9, 8, 16, 128), "HND"), (page, 128, 16 * 128))
+        # vLLM's HND: the axes of NHD, with heads before tokens in memory.
+        self.assertEqual(self.strides(OfAGpu(9, 16, 8, 128, axes=(0, 2, 1, 3))), (page, 128, 16 * 128))
+        self.assertEqual(self.strides(OfAGpu(9, 1, 8, 128), tokens=1)[::2], (8 * 128, 128))
+        self.assertEqual(self.strides(OfAGpu(9, 16, 8, 64), format="nvfp4", row=64)[1:], (8 * 64, 64))
+        self.assertEqual(self.strides(OfAGpu(9, 8, 8, 128), "HND", tokens=8), (8 * 8 * 128, 128, 8 * 128))
+        for format, shape in (("fp8", (9, page)), ("int8", (9, page)), ("fp16", (9, 8, 16, 128)), ("fp8/std4", (9, page))):
+            self.assertIsNone(order_of(format, None, "keys", OfAGpu(*shape), 16, 8))
+        self.assertEqual([tensor_scale("key_scale", x) for x in (2, 0.5, np.float32(4), np.ones(1))], [2.0, 0.5, 4.0, 1.0])
+
+    def test_refused(self):
+        for text, x, given in (
+            (r'\[9, 16, 8, 128\], not bytes \[pages\]\[8\]\[16\]\[128\] \(order="HND", 16 tokens, 8 kv heads\); they are order="NHD"',
+             OfAGpu(9, 16, 8, 128), dict(order="HND")),
+            (r'not bytes \[pages\]\[16\]\[8\]\[128\].*they are order="HND"$', OfAGpu(9, 8, 16, 128), {}),
+            (r"\(order=.NHD., 32 tokens, 8 kv heads\)$", OfAGpu(9, 16, 8, 128), dict(tokens=32)),
+            (r"order=.NHD. or order=.HND., since 8 kv heads are as many", OfAGpu(9, 8, 8, 128), dict(tokens=8)),
+            ("neither .NHD. nor .HND.", OfAGpu(9, 16, 8, 128), dict(order="DHN")),
+            ("not contiguous bytes", OfAGpu(9, 16, 8, 128, dtype=np.float16), {}),
+            ("not contiguous bytes", OfAGpu(9, 16, 8, 128, axes=(0, 1, 3, 2)), {}),
+            ("is of rows of others .fp8, .*a page of int8 is not", OfAGpu(9, 16, 8, 128), dict(format="int8", order="NHD")),
+        ):
+            with self.subTest(text), self.assertRaisesRegex(kvq.ArgumentError, text):
+                self.strides(x, **given)
+        with self.assertRaisesRegex(kvq.ArgumentError, r"pages of fp16 are the blocks of 8 kv heads.*\[8\]\[...\]; these are NHD"):
+            expect_blocks("fp16", "keys", OfAGpu(9, 16, 8, 128), 16, 8, 1)
+        with self.assertRaisesRegex(kvq.UnsupportedError, "key_scale has 8 numbers; .* one scale of the tensor"):
+            tensor_scale("key_scale", np.ones(8))
+        with self.assertRaisesRegex(kvq.ArgumentError, "value_scale is nan, which must be positive"):
+            tensor_scale("value_scale", float("nan"))
 
 
 class Errors(unittest.TestCase):

@@ -24,6 +24,7 @@ import torch
 
 from . import _abi, _cuda_abi
 from ._cache import Cache as _HostCache, Rotary, _names, formats_of_layers, rotary_to_c, statistics_to_c
+from ._engine_pages import ROWS, expect_blocks, order_of, row_strides, tensor_scale
 from ._errors import ArgumentError, OutOfMemoryError, UnsupportedError
 from ._formats import Statistics, from_c, reading, stream, written
 from ._layers import Layer, StatePart, layer_from_c, layers_to_c, part_number
@@ -34,7 +35,7 @@ from ._sequence import File, Sequence as _HostSequence, save_options
 from ._tensors import Tensor, integers
 
 __all__ = ["Cache", "CacheInfo", "FormatEntry", "Pages", "PrefixCache", "PrefixStatistics", "Sequence", "StateView", "attend_pages",
-           "available", "convert_pages", "formats", "prefill_pages"]
+           "available", "convert_pages", "formats", "prefill_pages", "store_pages"]
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 _NUMBERS = {torch.float16: _abi.FP16, torch.bfloat16: _abi.BF16}
@@ -733,43 +734,29 @@ class PrefixCache(Handle):
         return from_c(PrefixStatistics, c, fetches=dict(zip(_PLACES, c.fetches)))
 
 
-_ROWS = {"nvfp4": (2, 16), "nvfp4-4over6": (2, 16), "mxfp8": (1, 32), "mxfp4": (2, 32)}  # channels in a byte, and that share a scale
-
-
-def _row_strides(name: str, x: torch.Tensor, shape: Tuple[int, int, int]) -> Tuple[int, ...]:
-    """Strides of bytes [pages][tokens][heads][of a row]; those of one page, token or head mean nothing."""
-    if x.device.type != _KIND:
-        raise UnsupportedError(f"kvq: {name} are on {x.device}, not on a GPU")
-    row = (shape[2] + 15) // 16 * 16
-    strides = tuple(stride if n > 1 else row for stride, n in zip(x.stride(), (*x.shape[:3], 2)))
-    if tuple(x.shape[1:]) != shape or strides[3] != 1 or x.element_size() != 1:
-        raise ArgumentError(f"kvq: {name} are {x.dtype} {list(x.shape)} with strides {list(strides)}, not bytes "
-                            f"[pages][{shape[0]}][{shape[1]}][{shape[2]}]")
-    return strides
-
-
 class Pages:
-    """Keys and values of a batch in device memory of the caller, such as an engine's pages: for attend_pages, prefill_pages, convert_pages.
+    """Keys and values of a batch in device memory of the caller, such as an engine's pages: for attend_pages, prefill_pages, store_pages,
+    convert_pages.
 
     format       by name: "fp8", "std4", "int8/std4", ... of formats(), or "fp16" and "bf16"
-    keys         [pages][...]: a page is the blocks of all kv heads, one after the other (kvq's pages; FlashInfer's and vLLM's HND)
-    values       the same
+    keys         bytes of rows of others (fp8, nvfp4, ...): [pages][page_tokens][kv_heads][bytes of a row], with any strides of the first
+                 three axes; else [pages][...], a page the blocks of all kv heads, one after the other (kvq's pages)
+    values       the same, with strides of their own
     block_table  int32 [sequences][columns] on the device: numbers of pages; negative: there is none
-    kv_heads, head_dim, page_tokens (1, as SGLang has them: NHD, all tokens of a sequence)
-    order        "NHD", of rows of others: keys and values are bytes [pages][page_tokens][kv_heads][bytes of a row] (vLLM, SGLang), with
-                 any strides of the first three axes, their own for each
-    key_scales   of NHD in nvfp4, nvfp4-4over6, mxfp8 and mxfp4: bytes [pages][page_tokens][kv_heads][scales of a row]; value_scales
+    kv_heads, head_dim, page_tokens (1, as SGLang has them: all tokens of a sequence)
+    order        of four axes of rows of others: "NHD" (None; vLLM, SGLang; as of kvq.Rows) or "HND", [pages][kv_heads][page_tokens][...].
+                 Where there are as many kv heads as tokens of a page it must be said
+    key_scales   of four axes in nvfp4, nvfp4-4over6, mxfp8 and mxfp4: bytes in the same order, [scales of a row]; value_scales
     key_scale    by which numbers of fp8 and nvfp4 were divided (vLLM's k_scale); value_scale
     layer        of the model, from 0: formats behind a transform (std4-h) need it
     dtype        float16 or bfloat16: which of formats() is taken
     """
 
     def __init__(self, format: str, keys: torch.Tensor, values: torch.Tensor, block_table: torch.Tensor, *, kv_heads: int,
-                 head_dim: int, page_tokens: int = 128, order: str = "HND", key_scale: float = 1.0, value_scale: float = 1.0,
+                 head_dim: int, page_tokens: int = 128, order: Optional[str] = None, key_scale: float = 1.0, value_scale: float = 1.0,
                  key_scales: Optional[torch.Tensor] = None, value_scales: Optional[torch.Tensor] = None,
                  layer: Optional[int] = None, dtype: torch.dtype = torch.float16) -> None:
-        if order not in ("HND", "NHD"):
-            raise ArgumentError(f'kvq: order is {order!r}, neither "NHD" nor "HND"')
+        orders = [order_of(format, order, name, x, page_tokens, kv_heads) for name, x in (("keys", keys), ("values", values))]
         if block_table.dim() != 2:
             raise ArgumentError(f"kvq: block_table has shape {list(block_table.shape)}, not [sequences][columns]")
         _expect_on_device("block_table", block_table, torch.int32)
@@ -780,39 +767,39 @@ class Pages:
             shape = (head_dim, page_tokens, format)
             names = next((e.formats for e in formats() if (e.head_dim, e.page_tokens, e.window) == shape and not e.alibi), names)
         of_kernels = page_tokens
-        if page_tokens == 1 and order == "NHD":  # kernels of any page size read pages of one token
+        if page_tokens == 1 and orders[0] is not None:  # kernels of any page size read pages of one token
             shape = ((format,), head_dim, _NAMES[dtype])
-            of_kernels = next((e.page_tokens for e in formats() if (e.formats, e.head_dim, e.window) == shape and not e.alibi), 1)
+            of_kernels = next((e.page_tokens for e in formats() if (e.formats, e.head_dim, e.window) == shape and not e.alibi), 128)
         self._kernels = Handle(ask(self._f.kvq_cuda_kernels_find, text(",".join(names)), head_dim, of_kernels, text(_NAMES[dtype])),
                                self._f.kvq_cuda_kernels_free)
         pages = _cuda_abi.kvq_cuda_pages(format=text(format), layer=0 if layer is None else layer + 1,
                                          page_tokens=1 if page_tokens == 1 else 0)
         bytes_of = (ctypes.c_size_t(), ctypes.c_size_t())
-        if order == "HND":
+        if None in orders:
             self._f.kvq_cuda_kernels_page_bytes(self._kernels, text(format), page_tokens, kv_heads, *map(ctypes.byref, bytes_of))
-        both = zip(("key", "value"), (keys, values), (key_scales, value_scales), format.split("/") * 2, bytes_of)
-        for name, x, scales, of, least in both:
-            if x.device.type != _KIND:
-                raise UnsupportedError(f"kvq: {name}s are on {x.device}, not on a GPU")
+        both = zip(("key", "value"), (keys, values), (key_scales, value_scales), format.split("/") * 2, bytes_of, orders)
+        for name, x, scales, of, least, axes in both:
+            for what, given in ((name + "s", x), (name + "_scales", scales)):
+                if given is not None and given.device.type != _KIND:
+                    raise UnsupportedError(f"kvq: {what} are on {given.device}, not on a GPU")
             size, strides = x.element_size(), x.stride()
             setattr(pages, name + "s", x.data_ptr())
-            if order == "NHD":
-                per_byte, per_scale = _ROWS.get(of, (1, 0))
-                strides = _row_strides(name + "s", x, (page_tokens, kv_heads, head_dim // per_byte))
+            if axes is not None:
+                per_byte, per_scale = ROWS[of]
+                strides = row_strides(name + "s", x, axes, page_tokens, kv_heads, head_dim // per_byte)
                 rows = _cuda_abi.kvq_cuda_rows(token_stride=strides[1], head_stride=strides[2])
                 if scales is not None:
-                    steps = _row_strides(name + "_scales", scales, (page_tokens, kv_heads, head_dim // max(per_scale, 1)))
-                    rows.scales, rows.scale_page_stride, rows.scale_token_stride, rows.scale_head_stride = scales.data_ptr(), *steps[:3]
-                setattr(pages, name + "_rows", rows)
+                    steps = row_strides(name + "_scales", scales, axes, page_tokens, kv_heads, head_dim // per_scale if per_scale else 0)
+                    rows.scales, rows.scale_page_stride, rows.scale_token_stride, rows.scale_head_stride = scales.data_ptr(), *steps
+                if scales is not None or page_tokens == 1 or strides[1:] != (head_dim, page_tokens * head_dim):  # else as pages of kvq
+                    setattr(pages, name + "_rows", rows)
             elif scales is not None:
-                raise ArgumentError(f'kvq: {name}_scales are of order "NHD"; other pages have them behind their rows')
-            elif x.shape[0] > 0 and (not x[0].is_contiguous() or x[0].numel() * size < least.value):
-                raise ArgumentError(f"kvq: {name}s are {x.dtype} {list(x.shape)} with strides {list(strides)}; a page of {format} is "
-                                    f"{least.value} contiguous bytes")
+                raise ArgumentError(f"kvq: {name}_scales are of rows of four axes; other pages have them behind their rows")
+            else:
+                expect_blocks(format, name + "s", x, page_tokens, kv_heads, least.value)
             setattr(pages, name + "_stride", strides[0] * size)
         for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
-            if not scale > 0:
-                raise ArgumentError(f"kvq: {name} is {scale}, which must be positive")
+            scale = tensor_scale(name, scale)
             if scale != 1.0:
                 setattr(pages, name, scale)
         self._c = _cuda_abi.kvq_cuda_part(pages=pages, table=block_table.data_ptr())
@@ -890,6 +877,21 @@ def prefill_pages(pages: Pages, k: torch.Tensor, v: torch.Tensor, q: torch.Tenso
         ctypes.byref(attend_options(lse=lse, **options)), workspace.data_ptr() if size else None, size,
         _raw_stream(tokens.device.index) if _KIND == "cuda" else None)
     return out
+
+
+def store_pages(pages: Pages, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+    """New tokens into pages as they lie, quantized on the device to rows of others with the bytes of kvq.write_rows; or to fp16 and bf16.
+    On torch's current stream; nothing waits.
+
+    k, v   [tokens][kv_heads][head_dim] of pages' dtype
+    slots  int64 [tokens] on the device, vLLM's slot_mapping: page * page_tokens + position, of each token its own; negative: not stored
+    """
+    _expect_on_device("slots", slots, torch.int64)
+    if k.dim() != 3 or k.shape[1] != pages.kv_heads or slots.shape != k.shape[:1]:
+        raise ArgumentError(f"kvq: k has shape {list(k.shape)} and slots {list(slots.shape)}, for pages of {pages.kv_heads} kv heads")
+    pages._f.kvq_cuda_pages_store(
+        pages._kernels, ctypes.byref(pages._c.pages), *pages._tensors(k=k, v=v),
+        ctypes.cast(slots.data_ptr(), ctypes.POINTER(ctypes.c_int64)), _raw_stream(slots.device.index) if _KIND == "cuda" else None)
 
 
 def convert_pages(source: Pages, target: Pages, tokens: torch.Tensor, *, pages_at_once: int = 256) -> None:
