@@ -110,6 +110,7 @@ class EnginePages(OnGpu):
             held = [torch.zeros(*shape, dtype=torch.uint8, device=DEVICE) for _ in range(2)]
             of = kvq.cuda.Pages("fp8", *held, table, order=order, **given, **scales)
             kvq.cuda.store_pages(of, k, v, slots)
+            kvq.cuda.store_pages(of, k[:0], v[:0], slots[:0])
             for x, memory, scale in zip((k, v), held, (0.5, 2.0)):
                 wanted = torch.zeros(*shape, dtype=torch.uint8)
                 kvq.write_rows(kvq.Rows("fp8", wanted, order=order or "NHD", tensor_scale=scale), x.cpu(), block_table=[2, 0])

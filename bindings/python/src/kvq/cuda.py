@@ -889,6 +889,8 @@ def store_pages(pages: Pages, k: torch.Tensor, v: torch.Tensor, slots: torch.Ten
     _expect_on_device("slots", slots, torch.int64)
     if k.dim() != 3 or k.shape[1] != pages.kv_heads or slots.shape != k.shape[:1]:
         raise ArgumentError(f"kvq: k has shape {list(k.shape)} and slots {list(slots.shape)}, for pages of {pages.kv_heads} kv heads")
+    if k.shape[0] == 0:
+        return
     pages._f.kvq_cuda_pages_store(
         pages._kernels, ctypes.byref(pages._c.pages), *pages._tensors(k=k, v=v),
         ctypes.cast(slots.data_ptr(), ctypes.POINTER(ctypes.c_int64)), _raw_stream(slots.device.index) if _KIND == "cuda" else None)

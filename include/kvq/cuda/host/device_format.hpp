@@ -283,10 +283,10 @@ struct device_format {
         return -1;
     }
     /// Pages of a pool that pages of these numbers take, those whose upper planes they are included.
-    int taken(std::span<const int> pages, std::size_t kind) const noexcept {
-        int sum = pages[kind];
+    int taken(std::span<const int> pages, std::size_t number) const noexcept {
+        int sum = pages[number];
         for (std::size_t i = 0; i < kinds.size(); ++i)
-            if (kinds[i].upper == static_cast<int>(kind)) sum += pages[i];
+            if (kinds[i].upper == static_cast<int>(number)) sum += pages[i];
         return sum;
     }
     /// The tensors of which pages of both formats have the same scheme.
