@@ -58,8 +58,8 @@ def tensor_scale(name: str, scale: Any) -> float:
     """One positive number, also of a tensor with one."""
     if getattr(scale, "ndim", 1) > 0 and hasattr(scale, "__len__"):
         if len(scale) != 1:
-            raise UnsupportedError(f"kvq: {name} has {len(scale)} numbers; rows on a GPU have one scale of the tensor, on the CPU (kvq.Rows) "
-                                   "also one for each kv head")
+            raise UnsupportedError(f"kvq: {name} has {len(scale)} numbers; rows on a GPU have one scale of the tensor (kvq.Rows on the CPU "
+                                   "also one for each kv head); multiply a head's queries by its key_scale, outputs by its value_scale")
         scale = scale[0]
     if not float(scale) > 0:
         raise ArgumentError(f"kvq: {name} is {float(scale)}, which must be positive")
