@@ -581,7 +581,8 @@ KVQ_API kvq_status kvq_write_rows(const kvq_rows* rows, const kvq_row_blocks* bl
                                   const kvq_tensor* x, int64_t* not_finite,
                                   const kvq_attend_options* options);
 /// All tokens of one memory become those of another one, of any format, block size and order, with rows of
-/// dim channels: bytes are copied where both formats are the same, else written as by kvq_write_rows.
+/// dim channels: bytes are copied where both formats are the same, else written as by kvq_write_rows. The
+/// memory that is written lies apart from the other.
 KVQ_API kvq_status kvq_convert_rows(const kvq_rows* from, const kvq_row_blocks* of_from, const kvq_rows* to,
                                     const kvq_row_blocks* of_to, int32_t dim, int64_t* not_finite,
                                     const kvq_attend_options* options);

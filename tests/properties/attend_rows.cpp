@@ -5,6 +5,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <kvq/attention/attend_rows.hpp>
 #include <kvq/attention/copy_rows.hpp>
@@ -543,10 +544,64 @@ TEST_CASE("rows in the memory of other systems: copies that are refused") {
         "kvq: rows of tokens 0 to 39 of kv head 1 have a scale that is NaN or infinite",
         std::invalid_argument);
     kvq::read_rows(k.view, blocks, 17, kvq::token_view<float>(x.data(), 23, heads, dim), memory);
+    CHECK_THROWS_WITH_AS(
+        kvq::convert_rows(k.view, blocks, k.view, blocks, {40, heads, INT_MAX - 31}, memory),
+        "kvq: rows that are read of 2 kv heads of 2147483616 channels; 65536 of 1048576 are the most",
+        std::invalid_argument);
     k.view.rows = kvq::make_format<kvq::int8>();
     CHECK_THROWS_AS(
         kvq::read_rows(k.view, blocks, 0, kvq::token_view<float>(x.data(), 40, heads, dim), memory),
         std::invalid_argument);
+}
+
+TEST_CASE(
+    "rows in the memory of other systems: scales of each group of channels lie in memory of their own") {
+    test::generator random(test::seed());
+    kvq::workspace memory;
+    const int tokens = 8;
+    const auto check = [&](const kvq::format& rows, int dim) {
+        INFO(rows.asked_name());
+        const kvq::row_bytes bytes = rows.functions().of_places.bytes(rows.scheme(), dim);
+        const int unit = std::max(bytes.group / bytes.together, 1),
+                  apart_bytes = (bytes.scales - bytes.padding) * tokens;
+        struct memories {
+            std::vector<std::byte> data, scales, biases;
+            kvq::rows_view view;
+        };
+        const auto make = [&](int of_scales) {
+            const auto sized = [](int n) {  // nothing behind it is written
+                return std::vector<std::byte>(static_cast<std::size_t>(n + 64), std::byte{0xee});
+            };
+            memories m{sized(bytes.row * tokens), sized(of_scales), sized(of_scales), {.rows = rows}};
+            m.view.data = m.data.data();
+            m.view.token_stride = bytes.row;
+            m.view.scales = m.scales.data();
+            m.view.scale_token_stride = bytes.scales;
+            if (bytes.biases > 0) m.view.biases = m.biases.data();
+            return m;
+        };
+        memories dense = make(bytes.scales * tokens), back = make(bytes.scales * tokens),
+                 apart = make(apart_bytes);
+        apart.view.scale_token_stride = unit;
+        apart.view.scale_group_stride = tokens * unit;
+        const std::vector<float> x = random.normals(static_cast<std::size_t>(tokens * dim));
+        std::vector<float> read(x.size()), read_apart(x.size());
+        const auto of_x = kvq::input_view(x.data(), tokens, 1, dim);
+        kvq::write_rows(dense.view, {}, 0, of_x, memory);
+        kvq::write_rows(apart.view, {}, 0, of_x, memory);
+        for (const std::vector<std::byte>& of : {apart.scales, apart.biases})
+            CHECK(std::all_of(of.end() - 64, of.end(), [](std::byte b) { return b == std::byte{0xee}; }));
+        kvq::read_rows(dense.view, {}, 0, kvq::token_view<float>(read.data(), tokens, 1, dim), memory);
+        kvq::read_rows(apart.view, {}, 0, kvq::token_view<float>(read_apart.data(), tokens, 1, dim), memory);
+        CHECK(read == read_apart);
+        kvq::convert_rows(apart.view, {}, back.view, {}, {tokens, 1, dim}, memory);
+        CHECK(back.data == dense.data);
+        CHECK(back.scales == dense.scales);
+        CHECK(back.biases == dense.biases);
+    };
+    check(kvq::make_format<kvq::simd<>>(kvq::token_rows(kvq::row_layout_named("nvfp4"))), 64);
+    for (const char* const name : {"mla-584", "nvfp4-v4", "mxfp4-g16", "mlx-4-g64"})
+        check(kvq::make_format<kvq::simd<>>(kvq::token_records(kvq::record_layout_named(name))), 512);
 }
 
 TEST_CASE("records in the memory of other systems: what is refused") {

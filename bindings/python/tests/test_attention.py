@@ -212,6 +212,8 @@ class OtherMemory(Base):
         self.assertTrue(0 < error < 1.2e-2, error)
         with self.assertRaisesRegex(kvq.ArgumentError, "50 tokens need 4 blocks of 16, but the table has 3"):
             kvq.read_rows(fp8, back, block_table=table[:3])
+        with self.assertRaisesRegex(TypeError, "target is a ndarray, not a kvq.Rows"):
+            kvq.convert_rows(fp8, pages, tokens=tokens, dim=dim)
         with self.assertRaisesRegex(kvq.ArgumentError, "tokens -1 to 49 of a sequence of 49"):
             kvq.read_rows(fp8, back, first=-1, block_table=table)
         with self.assertRaisesRegex(kvq.ArgumentError, "rows have 64 bytes, 0 of scales .* but 32 channels take 32, 0 and 0"):

@@ -43,6 +43,9 @@ KVQ_FUNC void check_rows(const rows_view& of, const char* name, const row_blocks
                          const cache_shape& shape, tensor role) {
     expect(!blocks.table || (blocks.block_tokens >= 1 && blocks.blocks >= 0), "a block table of ",
            blocks.blocks, " blocks of ", blocks.block_tokens, " tokens");
+    expect(shape.kv_heads <= most_heads && shape.dim(role) <= most_head_dim, name, " of ", shape.kv_heads,
+           " kv heads of ", shape.dim(role), " channels; ", most_heads, " of ", most_head_dim,
+           " are the most");
     expect(static_cast<bool>(of.rows), name, " have no format");
     const row_place_functions& places = places_of(of);
     expect(
@@ -137,7 +140,7 @@ struct rows_attention {
         const rows_view &a = keys, &b = values;
         if (!a.rows || !b.rows || !reads_floats(a) || places_of(a).bytes == nullptr ||
             !a.rows.same_as(b.rows) || a.data != b.data || a.scales != b.scales || a.biases != b.biases ||
-            shape.head_dim < 1)
+            shape.head_dim < 1 || shape.head_dim > most_head_dim)
             return false;
         const int dense = places_of(a).bytes(a.rows.scheme(), shape.head_dim).group;
         const auto same = [](bool read, std::ptrdiff_t x, std::ptrdiff_t y) { return !read || x == y; };

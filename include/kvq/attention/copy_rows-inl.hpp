@@ -41,15 +41,18 @@ struct rows_copy {
             const std::ptrdiff_t scale = block * at.scale_block_stride +
                                          in / turns * turns * at.scale_stride + in % turns,
                                  group = at.group_stride != 0 ? at.group_stride : larger(bytes.group, 1);
-            const int behind = n * bytes.row + i * bytes.scales,
-                      piece = group == unit ? bytes.scales : unit;  // one behind the other: all at once
-            for (int g = 0; g * piece < bytes.scales; ++g) {
+            const bool dense = group == unit;  // one behind the other: all at once, with what pads them
+            const int behind = n * bytes.row + i * bytes.scales, piece = dense ? bytes.scales : unit,
+                      all = bytes.scales - (dense ? 0 : bytes.padding);
+            for (int g = 0; g * piece < all; ++g) {
                 f(at.scales + scale + g * group, behind + g * piece, piece);
                 if (bytes.biases > 0)
                     f(at.biases + scale + g * group, behind + n * bytes.scales + g * piece, piece);
             }
         }
         void gather(const row_place& at, int t, int n, std::byte* to) const {
+            if (bytes.padding > 0)
+                std::memset(to + n * bytes.row, 0, static_cast<std::size_t>(n * bytes.scales));
             for (int i = 0; i < n; ++i)
                 each_piece(at, t + i, n, i, [&](const std::byte* from, int place, int size) {
                     std::memcpy(to + place, from, static_cast<std::size_t>(size));
@@ -152,8 +155,9 @@ struct rows_copy {
     /// f(head, first token, tokens, memory) for spans of all heads.
     template <class F>
     void run(const rows* from, const rows* to, workspace& memory, executor_view threads, F f) {
-        const int spans = ceil_div(tokens, span_tokens), tasks = heads * spans,
-                  jobs = smaller(tasks, larger(threads.concurrency(), 1));
+        const int spans = ceil_div(tokens, span_tokens);
+        const std::int64_t tasks = std::int64_t{heads} * spans;
+        const int jobs = static_cast<int>(smaller(tasks, std::int64_t{larger(threads.concurrency(), 1)}));
         if (tasks == 0) return;
         carver size(nullptr);
         carve(size, from, to);
@@ -162,9 +166,10 @@ struct rows_copy {
         threads.parallel_for(jobs, [&](int job) {
             carver own(all + bytes * static_cast<std::size_t>(job));
             const space s = carve(own, from, to);
-            for (int task = job; task < tasks; task += jobs) {
-                const int t = task % spans * span_tokens;
-                f(task / spans, first + t, smaller(tokens - t, span_tokens), s);
+            for (std::int64_t task = job; task < tasks; task += jobs) {
+                const int head = static_cast<int>(task / spans),
+                          t = static_cast<int>(task % spans) * span_tokens;
+                f(head, first + t, smaller(tokens - t, span_tokens), s);
             }
         });
         const std::int64_t bad = bad_scale.load();
@@ -175,7 +180,7 @@ struct rows_copy {
     }
 };
 
-/// Have rows of both formats the same bytes for the same values?
+/// Have rows of both formats the same bytes for the same values? Layouts of one name are one layout.
 KVQ_FUNC bool same_rows(const format& a, const format& b) {
     const format_record &x = a.record(), &y = b.record();
     return a.same_as(b) || (x.has_fingerprint && y.has_fingerprint && x.fingerprint == y.fingerprint &&

@@ -9,9 +9,9 @@
 //   convert_rows(keys, {table, n, 16, all}, others, {}, {t, heads, dim}, memory);   fp8 pages to q8_0 rows
 //
 // Views and blocks: attend_rows.hpp; heads and channels are those of the floats. What is written lies in
-// memory that may be written to, and no block of it twice. Between views of one format rows are copied, bytes
-// and all; else a row is quantized from the floats that it stands for, by its format's rule
-// (schemes/row_layout.hpp).
+// memory that may be written to, apart from what is read, and no block of it twice. Between views of one
+// format, of one name, rows are copied, bytes and all; else a row is quantized from the floats that it stands
+// for, by its format's rule (schemes/row_layout.hpp).
 // Contract: shapes, blocks and strides are checked before anything is read or written. Scales that are NaN or
 // infinite raise kvq::error where rows are read as floats; what was written until then stays. Bytes do not
 // depend on the executor. Complexity: linear.

@@ -33,6 +33,7 @@ struct row_bytes {
     int row = 0, scales = 0, biases = 0;
     int together = 1;  ///< tokens whose scales take turns: blocks have multiples of it
     int group = 0;     ///< from one group's scale to the next where they lie beside the row, densely
+    int padding = 0;   ///< of the scales beside: zeros behind those of a token, where they lie densely
 };
 
 /// Products with tokens [from, from + tokens) of a place, on a plan of the format (cpu/rows/row_product.hpp),

@@ -90,8 +90,8 @@ struct record_layout {
     }
     KVQ_HD KVQ_NO_COPY constexpr kvq::row_bytes bytes(int dim) const noexcept {
         const int together = in_turns ? 4 : 1;
-        return {row_bytes(dim), bytes_behind(dim), biased() ? bytes_behind(dim) : 0, together,
-                scale_bytes() * together};
+        return {row_bytes(dim), bytes_behind(dim),        biased() ? bytes_behind(dim) : 0,
+                together,       scale_bytes() * together, behind ? padding : 0};
     }
 };
 

@@ -93,7 +93,8 @@ struct row_layout {
     KVQ_HD KVQ_NO_COPY constexpr kvq::row_bytes bytes(int dim) const noexcept {
         return {row_bytes(dim), scales_behind(dim), 0};
     }
-    /// Are there such rows? Layouts of your own differ in the channels of e4m3, e2m1 and int8.
+    /// Are there such rows? Layouts of your own differ in the channels of e4m3, e2m1 and int8, and have names
+    /// of their own.
     KVQ_HD KVQ_NO_COPY constexpr bool is_possible() const noexcept {
         const bool pairs = numbers == number::e2m1;
         if (four_over_six && !(pairs && scale == stored::e4m3)) return false;

@@ -102,6 +102,12 @@ class Rows:
                 _memory(x, f"{of} of {name}", True)
 
 
+def _expect_rows(**given: Any) -> None:
+    for name, x in given.items():
+        if not isinstance(x, Rows):
+            raise TypeError(f"{name} is a {type(x).__name__}, not a kvq.Rows")
+
+
 def attend_rows(keys: Rows, values: Rows, q: Tensor, *, tokens: int, block_table: Optional[Iterable[int]] = None,
                 value_dim: Optional[int] = None, out: Optional[Tensor] = None, mods: Optional[Mods] = None,
                 lse: Optional[Tensor] = None, threads: Optional[Threads] = None,
@@ -115,9 +121,7 @@ def attend_rows(keys: Rows, values: Rows, q: Tensor, *, tokens: int, block_table
     Returns out. mods: without lists, selected_tokens and skipped_mass. Tokens that a model selects are the block_table of Rows with
     blocks of one token, with Mods(direction="cross").
     """
-    for name, x in (("keys", keys), ("values", values)):
-        if not isinstance(x, Rows):
-            raise TypeError(f"{name} is a {type(x).__name__}, not a kvq.Rows")
+    _expect_rows(keys=keys, values=values)
     shape = (keys.blocks, keys.block_tokens, keys.kv_heads)
     if shape != (values.blocks, values.block_tokens, values.kv_heads):
         raise ArgumentError(
@@ -143,6 +147,7 @@ def read_rows(source: Rows, out: Tensor, *, first: int = 0, block_table: Optiona
               threads: Optional[Threads] = None, workspace: Optional[Workspace] = None) -> Any:
     """Reads tokens [first, first + n) of a sequence that another system keeps into out, [n][kv_heads][dim], and returns it: for
     Sequence.append, or for a system that keeps floats."""
+    _expect_rows(source=source)
     of_out = tensor(out, "out", write=True)
     source._expect_channels(of_out.dim, "rows")
     of = source._blocks(block_table, first + of_out.tokens)
@@ -154,6 +159,7 @@ def write_rows(target: Rows, x: Tensor, *, first: int = 0, block_table: Optional
                threads: Optional[Threads] = None, workspace: Optional[Workspace] = None) -> int:
     """Writes x, [n][kv_heads][dim], as tokens [first, first + n) of a sequence that another system keeps, in its bytes. Returns how
     many values were NaN, which become the number nearest to zero, or infinite, which saturate."""
+    _expect_rows(target=target)
     of_x = tensor(x, "x")
     target._expect_channels(of_x.dim, "rows")
     target._expect_writable("the rows")
@@ -167,7 +173,8 @@ def convert_rows(source: Rows, target: Rows, *, tokens: int, dim: int, source_ta
                  target_table: Optional[Iterable[int]] = None, threads: Optional[Threads] = None,
                  workspace: Optional[Workspace] = None) -> int:
     """Tokens [0, tokens) of one memory, of `dim` channels a head, become those of another one: formats, blocks and orders may
-    differ. Bytes are copied where both formats are the same. Returns what write_rows returns."""
+    differ. Bytes are copied where both formats are the same. The target's memory lies apart. Returns what write_rows returns."""
+    _expect_rows(source=source, target=target)
     source._expect_channels(dim, "rows of the source")
     target._expect_channels(dim, "rows of the target")
     target._expect_writable("the target")
