@@ -598,6 +598,8 @@ TEST_CASE(
         CHECK(back.data == dense.data);
         CHECK(back.scales == dense.scales);
         CHECK(back.biases == dense.biases);
+        dense.view.scale_token_stride = unit;  // of elements, not of bytes
+        CHECK_THROWS_AS(kvq::write_rows(dense.view, {}, 0, of_x, memory), std::invalid_argument);
     };
     check(kvq::make_format<kvq::simd<>>(kvq::token_rows(kvq::row_layout_named("nvfp4"))), 64);
     for (const char* const name : {"mla-584", "nvfp4-v4", "mxfp4-g16", "mlx-4-g64"})

@@ -76,12 +76,15 @@ KVQ_FUNC void check_rows(const rows_view& of, const char* name, const row_blocks
            name, " of ", tokens, " tokens and ", shape.kv_heads, " heads have strides of ", of.token_stride,
            " bytes from one token to the next, ", of.head_stride, " from head to head and ", of.block_stride,
            " from block to block, but rows of ", bytes.row, " bytes");
-    expect(!of.scales ||
-               ((together <= 1 || of.scale_token_stride != 0) && (!several || of.scale_block_stride != 0) &&
-                (shape.kv_heads <= 1 || tokens == 0 || of.scale_head_stride != 0)),
+    // Side by side, or each in another place.
+    const int unit = larger(bytes.group / bytes.together, 1),
+              beside = of.scale_group_stride == 0 || of.scale_group_stride == unit ? bytes.scales : unit;
+    expect(!of.scales || ((together <= 1 || apart(of.scale_token_stride, beside)) &&
+                          (!several || apart(of.scale_block_stride, beside)) &&
+                          (shape.kv_heads <= 1 || tokens == 0 || apart(of.scale_head_stride, beside))),
            "scales of ", name, " of ", tokens, " tokens and ", shape.kv_heads, " heads have strides of ",
            of.scale_token_stride, " bytes from one token to the next, ", of.scale_head_stride,
-           " from head to head and ", of.scale_block_stride, " from block to block");
+           " from head to head and ", of.scale_block_stride, " from block to block, but ", beside, " bytes");
 }
 
 /// Raises unless the table has blocks of the memory for tokens [first, end).

@@ -16,7 +16,7 @@
 // Records are read as floats, 128 tokens at a time. Values of a latent are the first channels of its keys:
 // where both views are the same, they are read once, and value_dim may be less than head_dim.
 // Contract: float products; on AMD's CPUs with AVX-512 BF16 queries and weights of fp8 are two bfloat16,
-// at most 2^-18 of their magnitude off; with AVX-512 VNNI integer ones of q8_0, q4_0, q4_1, iq4_nl, mxfp4
+// at most 2^-17 of their magnitude off; with AVX-512 VNNI integer ones of q8_0, q4_0, q4_1, iq4_nl, mxfp4
 // and nvfp4, for which queries and weights are rounded to 16 bits: a row of queries to steps of max|q| /
 // 32512, weights to steps of max w_t s_t / (32512 s_t) in 128 tokens with scales s_t of a group of
 // channels. Let C be the largest number of a code (127; q4_0 8, q4_1 15, mxfp4 and nvfp4 6), A = C max

@@ -6,7 +6,7 @@
 //   pair_values<Lanes, Q>   y[i][c] = sum_t w[i][t] number[t][c]
 //
 // A number of e4m3 is one bfloat16. A product takes two channels of keys, or two tokens of values.
-// Contract: |x - high - low| <= 2^-18 |x| + 2^-126; sums are those of floats, and NaN where a number is. Rows
+// Contract: |x - high - low| <= 2^-17 |x| + 2^-126; sums are those of floats, and NaN where a number is. Rows
 // have whole vectors of 64 numbers without scales between them. Nothing outside of the rows is read.
 #pragma once
 
