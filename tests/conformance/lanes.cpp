@@ -7,6 +7,7 @@
 #include <cmath>
 #include <kvq/cpu/plain_lanes.hpp>
 #include <kvq/cpu/rows/row_codes.hpp>
+#include <kvq/cpu/rows/row_pairs.hpp>
 #include <kvq/cpu/simd.hpp>
 #include <kvq/cpu/softmax.hpp>
 #include <vector>
@@ -496,19 +497,36 @@ TEST_CASE_TEMPLATE("rows as codes: parts, bytes of four rows, words as high and 
                 REQUIRE(256.0f * out[i] == ((code & 127) == 127 ? (code == 127 ? 480.0f : -480.0f) : x));
             }
         }
+        // 16 rows of 8 bytes.
+        const auto eights = random_bytes(2 * bytes);
+        const typename L::ints two[2] = {L::load(eights.data()), L::load(eights.data() + bytes)};
+        typename L::floats of_eights[8];
+        L::turn_e4m3(two, of_eights);
+        for (int k = 0; k < 8; ++k) {
+            float out[L::width];
+            L::store_floats(out, of_eights[k]);
+            for (int i = 0; i < L::width; ++i) {
+                const auto code = static_cast<std::uint8_t>(eights[static_cast<std::size_t>(8 * i + k)]);
+                const float x = static_cast<float>(kvq::e4m3::from_bits(code));
+                REQUIRE(256.0f * out[i] == ((code & 127) == 127 ? (code == 127 ? 480.0f : -480.0f) : x));
+            }
+        }
+
         std::vector<float> numbers;
-        for (int k = 0; k < 2 * L::width; ++k)
+        for (int k = 0; k < 4 * L::width; ++k)
             numbers.push_back(static_cast<float>(f.random.between(-99, 99)));
-        const auto lower = L::load_floats(numbers.data()), upper = L::load_floats(numbers.data() + L::width);
+        typename L::floats four[4];
+        for (int k = 0; k < 4; ++k) four[k] = L::load_floats(numbers.data() + k * L::width);
+        const auto lower = four[0], upper = four[1];
         float lanes[L::width], found[L::width];
-        L::store_floats(lanes, L::sum_lanes(lower, upper));
+        L::store_floats(lanes, L::sum_lanes(four));
         std::int32_t places[L::width];
         for (auto& x : places) x = f.random.between(0, 2 * L::width - 1);
         L::store_floats(found, L::lookup(lower, upper, L::load(reinterpret_cast<const std::byte*>(places))));
         for (int k = 0; k < L::width; ++k) {
             float sum = 0;
             for (int lane = 0; lane < L::width / 4; ++lane)
-                sum += numbers[static_cast<std::size_t>(k / 4 % 2 * L::width + lane * 4 + k % 4)];
+                sum += numbers[static_cast<std::size_t>(k / 4 * L::width + lane * 4 + k % 4)];
             REQUIRE(lanes[k] == sum);
             REQUIRE(found[k] == numbers[static_cast<std::size_t>(places[k])]);
         }
@@ -533,6 +551,65 @@ TEST_CASE_TEMPLATE("rows as codes: parts, bytes of four rows, words as high and 
                         (low ? x - 256 * high : high));
             }
         }
+    }
+}
+
+TEST_CASE_TEMPLATE("pairs of bfloat16: tables of bytes, bytes and words in turns, products", L,
+                   KVQ_TEST_LANES) {
+    if constexpr (kvq::kernels::has_pairs<L>) {
+        if (!__builtin_cpu_supports("avx512bf16") || !__builtin_cpu_supports("avx512vbmi")) return;
+        using ints = typename L::ints;
+        fixture<L> f;
+        constexpr int bytes = 4 * L::width;
+        const auto random_bytes = [&](std::byte(&of)[bytes]) {
+            for (auto& x : of) x = static_cast<std::byte>(f.random.between(0, 255));
+            return L::load(of);
+        };
+        std::byte table[2][bytes], index[bytes], a[bytes], b[bytes], out[bytes];
+        const ints tables[2] = {random_bytes(table[0]), random_bytes(table[1])}, of_a = random_bytes(a),
+                   of_b = random_bytes(b);
+        L::store(out, L::lookup_128(tables, random_bytes(index)));
+        for (int i = 0; i < bytes; ++i) {
+            const int at = static_cast<int>(index[i]) & 127;
+            REQUIRE(out[i] == table[at / bytes][at % bytes]);
+        }
+        // Lane by lane of 16 bytes: those of a half, `size` bytes of a, then of b.
+        const auto check_turns = [&](const ints& v, int size, int half) {
+            L::store(out, v);
+            for (int i = 0; i < bytes; ++i) {
+                const int in_lane = i % 16, from = i / 16 * 16 + 8 * half + in_lane / (2 * size) * size;
+                REQUIRE(out[i] == (in_lane / size % 2 == 0 ? a : b)[from + in_lane % size]);
+            }
+        };
+        ints two[2], four[4];
+        L::interleave_bytes(of_a, of_b, two);
+        const ints twice_a[2] = {of_a, of_a}, twice_b[2] = {of_b, of_b};
+        L::interleave_words(twice_a, twice_b, four);
+        for (int half = 0; half < 2; ++half) {
+            check_turns(two[half], 1, half);
+            check_turns(four[half], 2, half);
+            check_turns(four[2 + half], 2, half);
+        }
+        // Small whole numbers, whose products and sums are exact.
+        std::uint32_t x[2][L::width];
+        float sums[L::width], wanted[L::width];
+        for (int k = 0; k < L::width; ++k) {
+            wanted[k] = sums[k] = static_cast<float>(f.random.between(-99, 99));
+            float of[2][2];
+            for (int i = 0; i < 2; ++i) {
+                x[i][k] = 0;
+                for (int n = 0; n < 2; ++n) {
+                    of[i][n] = static_cast<float>(f.random.between(-99, 99));
+                    x[i][k] |= kvq::detail::bit_cast<std::uint32_t>(of[i][n]) >> 16 << 16 * n;
+                }
+            }
+            wanted[k] += of[0][0] * of[1][0] + of[0][1] * of[1][1];
+        }
+        const auto load = [](const std::uint32_t* p) {
+            return L::load(reinterpret_cast<const std::byte*>(p));
+        };
+        L::store_floats(sums, L::dot_pairs(L::load_floats(sums), load(x[0]), load(x[1])));
+        for (int k = 0; k < L::width; ++k) REQUIRE(sums[k] == wanted[k]);
     }
 }
 
