@@ -117,6 +117,8 @@ void set_strides(const cuda::device_format& kernels, const kvq_cuda_pages& p, in
     }
 }
 void expect_dense(const cuda::device_format& kernels, const kvq_cuda_pages& p, const char* name) {
+    expect(p.page_tokens != 1 || kernels.page_tokens == 1, KVQ_ERROR_UNSUPPORTED, name,
+           " has pages of 1 token, not of ", kernels.page_tokens);
     cuda::detail::layer_view::part none;
     set_strides(kernels, p, -1, none, name);
 }

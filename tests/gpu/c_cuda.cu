@@ -1753,7 +1753,7 @@ void strided_pages(const char* format) {
     constexpr float scales[] = {0.5f, 2.0f};
     const std::size_t row_bytes[] = {row, static_cast<std::size_t>(fours ? row / 2 : row)};
     const std::size_t head_bytes[] = {row + 16, row_bytes[1]},
-                      token_bytes[] = {heads * head_bytes[0] + 32, heads * head_bytes[1]};
+                      token_bytes[] = {heads * head_bytes[0] + 32, heads * head_bytes[1] + 16};
     constexpr std::size_t of_head = 8, of_token = heads * of_head + 4, of_page = page * of_token + 16;
     constexpr float e2m1[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
     kvq_cuda_kernels* kernels = nullptr;
@@ -2042,6 +2042,20 @@ void strided_pages(const char* format) {
         as.key_rows.head_stride = 24;
         REFUSED(kvq_cuda_pages_store(kernels, &as, &sk, &sv, device_slots.get(), nullptr), KVQ_ERROR_ARGUMENT,
                 "multiples of 16");
+        as = part.pages;
+        as.key_stride = 0;  // not of these strides
+        REFUSED(kvq_cuda_pages_store(kernels, &as, &sk, &sv, device_slots.get(), nullptr), KVQ_ERROR_ARGUMENT,
+                "pages of keys that are 6144 bytes apart share bytes");
+        kvq_cuda_pages dense = part.pages;
+        dense.key_rows = dense.value_rows = {};
+        as = dense;
+        as.page_tokens = 1;
+        REFUSED(kvq_cuda_pages_requantize(kernels, heads, &as, table.data(), &dense, table.data(), 1, nullptr,
+                                          nullptr),
+                KVQ_ERROR_UNSUPPORTED, "from has pages of 1 token, not of 32");
+        REFUSED(kvq_cuda_pages_requantize(kernels, heads, &dense, table.data(), &as, table.data(), 1, nullptr,
+                                          nullptr),
+                KVQ_ERROR_UNSUPPORTED, "to has pages of 1 token");
         const kvq_tensor one_less = tensor_of(stored_keys.get(), many, heads - 1);
         REFUSED(kvq_cuda_pages_store(kernels, &part.pages, &one_less, &sv, device_slots.get(), nullptr),
                 KVQ_ERROR_ARGUMENT, "but the cache holds");

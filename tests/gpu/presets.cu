@@ -125,6 +125,13 @@ void check_turned(const char* name) {
     refused("rows of values have 0 bytes of scales",
             [](auto& c) { c.own_values.memory.scales = c.value_pages; });
     refused("80 bytes apart and 2 heads 80 share bytes", [](auto& c) { c.own_keys.memory.token_bytes = 80; });
+    refused("pages of values that are 0 bytes apart share bytes", [](auto& c) { c.value_page_bytes = 0; });
+    refused("keys that are 2528 bytes apart share bytes: 16 tokens",
+            [](auto& c) { c.key_page_bytes = 2528; });
+    refused("scales of keys whose pages are 248 bytes apart",
+            [](auto& c) { c.own_keys.memory.scale_page_bytes -= 8; });
+    refused("scales of keys whose pages are 0 bytes apart",
+            [](auto& c) { c.own_keys.memory.scale_page_bytes = 0; });
     refused("8 bytes of scales a row", [](auto& c) { c.own_keys.memory.scale_token_bytes = 0; });
     refused("more than 2 GB", [](auto& c) { c.own_keys.memory.token_bytes = std::size_t{1} << 28; });
     refused("not multiples of 4", [](auto& c) { c.own_keys.memory.scale_token_bytes = 2; });

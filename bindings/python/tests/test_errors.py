@@ -48,6 +48,8 @@ class EnginePages(unittest.TestCase):
         self.assertEqual(self.strides(OfAGpu(9, 16, 8, 128, axes=(0, 2, 1, 3))), (page, 128, 16 * 128))
         self.assertEqual(self.strides(OfAGpu(9, 1, 8, 128), tokens=1)[::2], (8 * 128, 128))
         self.assertEqual(self.strides(OfAGpu(9, 16, 8, 64), format="nvfp4", row=64)[1:], (8 * 64, 64))
+        # One page: what it holds, since the library refuses pages that share bytes.
+        self.assertEqual(self.strides(OfAGpu(1, 16, 8, 8), row=8), (16 * 8 * 8, 8 * 8, 8))
         self.assertEqual(self.strides(OfAGpu(9, 8, 8, 128), "HND", tokens=8), (8 * 8 * 128, 128, 8 * 128))
         for format, shape in (("fp8", (9, page)), ("int8", (9, page)), ("fp16", (9, 8, 16, 128)), ("fp8/std4", (9, page))):
             self.assertIsNone(order_of(format, None, "keys", OfAGpu(*shape), 16, 8))

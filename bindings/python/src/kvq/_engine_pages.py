@@ -50,7 +50,8 @@ def row_strides(name: str, x: Any, order: str, page_tokens: int, kv_heads: int, 
     if strides[3] != 1 or x.element_size() != 1:
         raise ArgumentError(f"kvq: {name} are {x.dtype} {list(given)} with strides {list(strides)}, not contiguous bytes of a row")
     least = (row + 15) // 16 * 16
-    page, first, second = (stride if n > 1 else least for stride, n in zip(strides[:3], given))
+    first, second = (stride if n > 1 else least for stride, n in zip(strides[1:3], given[1:]))
+    page = strides[0] if given[0] > 1 else max(least, first * given[1], second * given[2])
     return (page, second, first) if heads_first else (page, first, second)
 
 

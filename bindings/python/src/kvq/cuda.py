@@ -791,7 +791,7 @@ class Pages:
                 if scales is not None:
                     steps = row_strides(name + "_scales", scales, axes, page_tokens, kv_heads, head_dim // per_scale if per_scale else 0)
                     rows.scales, rows.scale_page_stride, rows.scale_token_stride, rows.scale_head_stride = scales.data_ptr(), *steps
-                if scales is not None or page_tokens == 1 or strides[1:] != (head_dim, page_tokens * head_dim):  # else as pages of kvq
+                if per_scale or scales is not None or page_tokens == 1 or strides[1:] != (head_dim, page_tokens * head_dim):  # else as pages of kvq
                     setattr(pages, name + "_rows", rows)
             elif scales is not None:
                 raise ArgumentError(f"kvq: {name}_scales are of rows of four axes; other pages have them behind their rows")

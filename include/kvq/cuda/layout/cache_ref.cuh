@@ -436,7 +436,7 @@ status check_transform([[maybe_unused]] const cache_ref<Pair>& c) noexcept {
     return {};
 }
 
-/// Strides of rows: multiples of 16 bytes, and no two rows share bytes.
+/// Strides of rows: multiples of 16 bytes, and no two rows share bytes, nor their scales.
 template <tensor Role, class Pair>
 status check_rows(const cache_ref<Pair>& c) noexcept {
     constexpr auto l = scheme_of<Role, Pair>::fixed_layout();
@@ -456,6 +456,18 @@ status check_rows(const cache_ref<Pair>& c) noexcept {
         (tokens - 1) * m.token_bytes + bytes > m.head_bytes)
         return bad_value("%zu tokens of %s that are %zu bytes apart and %zu heads %zu share bytes", tokens,
                          name, m.token_bytes, heads, m.head_bytes);
+    // Of what is less than a page apart, a page has all.
+    const auto meet = [&](std::size_t own, std::size_t of_page, std::size_t of_token, std::size_t of_head) {
+        return own + (of_token < of_page ? (tokens - 1) * of_token : 0) +
+                   (of_head < of_page ? (heads - 1) * of_head : 0) >
+               of_page;
+    };
+    if (const std::size_t page = Role == tensor::key ? c.key_page_bytes : c.value_page_bytes;
+        meet(bytes, page, m.token_bytes, m.head_bytes))
+        return bad_value(
+            "pages of %s that are %zu bytes apart share bytes: %zu tokens are %zu bytes apart and %zu heads "
+            "%zu",
+            name, page, tokens, m.token_bytes, heads, m.head_bytes);
     if (m.token_bytes > 0x7fffffffu / tokens || m.scale_token_bytes > 0x7fffffffu / tokens)
         return bad_value("%zu tokens of %s that are %zu bytes apart are more than 2 GB a page", tokens, name,
                          kvq::detail::larger(m.token_bytes, m.scale_token_bytes));
@@ -475,6 +487,11 @@ status check_rows(const cache_ref<Pair>& c) noexcept {
         if ((m.scale_token_bytes < own && tokens > 1) || (m.scale_head_bytes < own && heads > 1))
             return bad_value("%s have %d bytes of scales a row, but tokens are %zu bytes apart and heads %zu",
                              name, scales, m.scale_token_bytes, m.scale_head_bytes);
+        if (meet(own, m.scale_page_bytes, m.scale_token_bytes, m.scale_head_bytes))
+            return bad_value(
+                "scales of %s whose pages are %zu bytes apart share bytes: tokens are %zu bytes apart and "
+                "heads %zu",
+                name, m.scale_page_bytes, m.scale_token_bytes, m.scale_head_bytes);
     }
     return {};
 }
