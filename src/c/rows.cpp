@@ -36,11 +36,12 @@ struct copying {
     executor_view threads() const { return executor_of(o.executor); }
 };
 
-/// Raises unless x has tokens of these blocks.
-const kvq_row_blocks& checked(const kvq_row_blocks* blocks, std::int32_t first, int tokens, int heads) {
+/// Raises unless the tensor of this name has tokens of these blocks.
+const kvq_row_blocks& checked(const kvq_row_blocks* blocks, std::int32_t first, int tokens, int heads,
+                              const char* name) {
     const kvq_row_blocks& b = place(blocks, "blocks");
-    expect(heads == b.kv_heads, KVQ_ERROR_ARGUMENT, "x has ", heads, " heads, but the blocks ", b.kv_heads,
-           " kv heads");
+    expect(heads == b.kv_heads, KVQ_ERROR_ARGUMENT, name, " has ", heads, " heads, but the blocks ",
+           b.kv_heads, " kv heads");
     expect(first >= 0 && tokens >= 0 && std::int64_t{first} + tokens <= b.tokens, KVQ_ERROR_ARGUMENT,
            "tokens ", first, " to ", std::int64_t{first} + tokens, " of a sequence of ", b.tokens);
     return b;
@@ -76,7 +77,7 @@ kvq_status kvq_read_rows(const kvq_rows* rows, const kvq_row_blocks* blocks, int
         copying by(options);
         const kvq::rows_view from = rows_of(rows, "rows");
         const kvq::output_view to = output_of(out, "out");
-        const kvq_row_blocks& b = checked(blocks, first, to.tokens, to.heads);
+        const kvq_row_blocks& b = checked(blocks, first, to.tokens, to.heads, "out");
         kvq::read_rows(from, blocks_of(b), first, to, by.space(), by.threads());
     });
 }
@@ -87,7 +88,7 @@ kvq_status kvq_write_rows(const kvq_rows* rows, const kvq_row_blocks* blocks, in
         copying by(options);
         const kvq::rows_view to = rows_of(rows, "rows");
         const kvq::input_view from = input_of(x, "x");
-        const kvq_row_blocks& b = checked(blocks, first, from.tokens, from.heads);
+        const kvq_row_blocks& b = checked(blocks, first, from.tokens, from.heads, "x");
         const std::int64_t count = kvq::write_rows(to, blocks_of(b), first, from, by.space(), by.threads());
         if (not_finite) *not_finite = count;
     });

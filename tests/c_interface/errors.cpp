@@ -744,7 +744,7 @@ TEST_CASE("numbers out of range, names that nobody knows") {
     kvq_row_blocks two_heads = one_block;
     two_heads.kv_heads = 2;
     CHECK_REFUSED(kvq_read_rows(&ggml, &two_heads, 0, &mlx_o, nullptr), KVQ_ERROR_ARGUMENT,
-                  "x has 1 heads, but the blocks 2 kv heads");
+                  "out has 1 heads, but the blocks 2 kv heads");
     CHECK_REFUSED(kvq_convert_rows(&mlx, &one_block, &ggml, &two_heads, 64, nullptr, nullptr),
                   KVQ_ERROR_ARGUMENT, "4 tokens of 1 kv heads, to 4 of 2");
     CHECK_REFUSED(kvq_attend_rows(&ggml, &ggml, &two_heads, &mlx_q, &mlx_o, nullptr), KVQ_ERROR_ARGUMENT,

@@ -102,7 +102,7 @@ struct problem {
         const kvq::row_layout& l = scheme.layout();
         if constexpr (kvq::kernels::has_pairs<lanes>)
             if (l.numbers == kvq::row_layout::number::e4m3 && l.scale == stored::none && shape.dim % 64 == 0)
-                return 0x1p-18;
+                return 0x1p-17;
         return 0;
     }
     /// What rounding of operand i to 16 bits may do to y[i][r].
