@@ -27,7 +27,8 @@
 // Results do not depend on the executor. Calls of up to 32 query rows of a kv head are split every 2048
 // tokens, so that more threads than kv heads have work. Raises kvq::error for shapes, blocks and formats that
 // do not fit, before rows are read, and for scales that are NaN or infinite; out is not complete then. Of
-// every 128 tokens, those before and behind all that are seen are not read. Complexity: linear in tokens.
+// every 128 tokens, those before and behind all that are seen are not read; a value of the others that is NaN
+// or infinite (FP8) makes NaN of all queries, also of those that do not see it. Complexity: linear in tokens.
 #pragma once
 
 #include "../core/executor.hpp"
