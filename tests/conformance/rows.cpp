@@ -162,7 +162,14 @@ TEST_CASE("products with rows of other systems are those of double, in pages and
     const auto seed = test::seed();
     INFO("KVQ_SEED=", seed);
     test::generator random(seed);
-    for (const kvq::row_layout& l : kvq::row_layouts)
+    std::vector<kvq::row_layout> layouts(std::begin(kvq::row_layouts), std::end(kvq::row_layouts));
+    using number = kvq::row_layout::number;
+    for (const int channels : {16, 24}) {  // layouts of one's own
+        layouts.push_back({"int8-fp16", channels, number::int8, stored::fp16, false});
+        layouts.push_back({"e4m3-e8m0", channels, number::e4m3, stored::e8m0, false});
+        layouts.push_back({"e2m1-e4m3", channels, number::e2m1, stored::e4m3, false});
+    }
+    for (const kvq::row_layout& l : layouts)
         for (const auto role : {kvq::tensor::key, kvq::tensor::value})
             for (int round = 0; round < 10; ++round) {
                 const int unit = l.channels > 0     ? l.channels

@@ -67,7 +67,9 @@ public:
                         ? row_chunk
                         : layout.channels;
         line_ = scaled ? detail::ceil_div(dim, channels_) : 0;
-        if (layout.channels == 16) line_ = detail::round_up(line_, 2);
+        // Chunks have two. No kernel takes fp16 of 16 channels.
+        if (layout.channels == 16 && layout.scale != row_layout::stored::fp16)
+            line_ = detail::round_up(line_, 2);
     }
 
     int groups() const { return groups_; }
