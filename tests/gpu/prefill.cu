@@ -660,6 +660,7 @@ int main() {
 #endif
 #if !defined(PART) || PART == 3
     check_format<cuda::preset_pair<mix5, 128>, float16>("mix5");
+    check_page_sizes<rows<mxfp8, nvfp4, 64, 24>, float16>("mxfp8, nvfp4, pages of 24");
 #endif
 #if !defined(PART) || PART == 5
     check_format<cuda::kivi_pair<4, 64, 512, 64>, float16>("kivi-4-g64, head_dim 512", few);
@@ -688,7 +689,6 @@ int main() {
     check_page_sizes<cuda::strided_rows<rows<fp8, fp8, 128, 1>>, float16>("fp8, NHD, pages of 1");
     check_page_sizes<cuda::strided_rows<rows<nvfp4, fp8_e5m2, 64, 3>>, bfloat16>(
         "nvfp4, fp8-e5m2, pages of 3");
-    check_page_sizes<rows<mxfp8, nvfp4, 64, 24>, float16>("mxfp8, nvfp4, pages of 24");
 #ifdef __CUDACC__
     check_format<rows<fp8, mxfp4, 512, 64>, bfloat16>("fp8, mxfp4, head_dim 512", few);
 #endif
