@@ -5,9 +5,16 @@
 #include "latent_batch.cuh"
 #include "random_tree.hpp"
 
+#ifndef __CUDACC__
+#include <sys/mman.h>
+#endif
+
 using namespace kvq;
 
 namespace {
+
+template <class Scheme, int PageTokens, class Last = full<float16>>
+using v3 = cuda::latent_pair<Scheme, 512, 64, 512, PageTokens, Last>;
 
 struct list_case {
     int heads = 16, query_tokens = 1, selected = 100, window = 30;
@@ -99,15 +106,16 @@ void check_case(test::rng& r, const list_case& c, const char* name, double* wors
           "%s: relative error %g (%d heads, %d + %d tokens)", name, error, c.heads, c.selected, c.window);
 }
 
-/// Places in pages in place of positions: the same numbers.
+/// Places in pages in place of positions: the same numbers. pool: of so many bytes, pages of which far apart
+/// give the same numbers, too.
 template <class Pair>
-[[maybe_unused]] void check_places(test::rng& r) {
-    constexpr int length = 4 * Pair::page_tokens, count = 70, heads = 16;
+[[maybe_unused]] void check_places(test::rng& r, int heads = 16, std::byte* pool = nullptr,
+                                   std::size_t pool_bytes = 0) {
+    constexpr int columns = 4, length = columns * Pair::page_tokens, count = 70;
     const test::latent_batch<Pair> batch(r, {length});
     const test::device_buffer<int> lengths(std::vector<int>{length});
     const test::device_latents<Pair> device(batch, lengths, 0);
-    const auto mix = cuda::make_mixed(0, device.ref);
-    std::vector<int> positions, places;
+    std::vector<int> positions, places, far;
     for (int i = 0; i < count; ++i) {
         const int t = test::uniform(r, -1, length - 1);
         positions.push_back(t);
@@ -116,24 +124,69 @@ template <class Pair>
                                          Pair::page_tokens +
                                      t % Pair::page_tokens);
     }
-    std::vector<float16> q(heads * Pair::head_dim);
+    for (std::size_t i = 0; pool != nullptr && i < columns; ++i) {
+        constexpr std::size_t bytes = Pair::key_block_bytes;
+        const std::size_t number = i * (pool_bytes / bytes - 1) / (columns - 1);
+        far.push_back(static_cast<int>(number));
+        CUDA_OK(cudaMemcpy(pool + number * bytes,
+                           &batch.bytes[static_cast<std::size_t>(batch.table[i]) * bytes], bytes,
+                           cudaMemcpyHostToDevice));
+    }
+    const test::device_buffer<int> far_table(far);
+    auto mix = cuda::make_mixed(0, device.ref);
+    std::vector<float16> q(static_cast<std::size_t>(heads) * Pair::head_dim);
     for (float16& x : q) x = float16(test::normal(r));
     const test::device_buffer<float16> q_device(q);
-    test::device_buffer<float16> out(heads * Pair::value_dim);
-    const std::size_t bytes =
-        cuda::latent_list_workspace_bytes<std::remove_const_t<decltype(mix)>, float16>(1, heads);
+    test::device_buffer<float16> out(static_cast<std::size_t>(heads) * Pair::value_dim);
+    const std::size_t bytes = cuda::latent_list_workspace_bytes<decltype(mix), float16>(1, heads);
     test::device_buffer<std::byte> workspace(bytes);
-    std::vector<float16> got[2];
-    for (int i = 0; i < 2; ++i) {
-        const test::device_buffer<int> list(i == 0 ? positions : places);
+    std::vector<float16> got[3];
+    for (int i = 0; i < (pool == nullptr ? 2 : 3); ++i) {
+        if (i == 2) {
+            cuda::cache_ref<Pair> ref = device.ref;
+            ref.key_pages = pool;
+            ref.block_table = far_table.get();
+            mix = cuda::make_mixed(0, ref);
+        }
+        const test::device_buffer<int> list(i == 1 ? places : positions);
         const cuda::status s = cuda::attend_latent_lists<float16>(
             mix, {q_device.get(), 1, heads, Pair::head_dim}, {out.get(), 1, heads, Pair::value_dim},
             {.selected = {list.get(), count}, .places = i == 1}, workspace.get(), bytes, nullptr);
         CHECK(s, "%s", s.message);
         got[i] = out.download();
+        CHECK(std::memcmp(got[0].data(), got[i].data(), got[0].size() * 2) == 0,
+              "%s give other numbers than positions", i == 1 ? "places in pages" : "pages far apart");
     }
-    CHECK(std::memcmp(got[0].data(), got[1].data(), got[0].size() * 2) == 0,
-          "places in pages give other numbers than positions");
+}
+
+/// Records in a pool that 32 bits do not count, neither in words nor in vectors of 16 bytes.
+[[maybe_unused]] void check_large_pool(test::rng& r) {
+    constexpr std::size_t bytes = std::size_t{80} << 30;
+    std::byte* pool = nullptr;
+#ifdef __CUDACC__
+    if (cudaMalloc(&pool, bytes) != cudaSuccess) {
+        (void)cudaGetLastError();
+        pool = nullptr;
+    }
+#else
+    void* const mapped =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped != MAP_FAILED) pool = static_cast<std::byte*>(mapped);
+#endif
+    if (pool == nullptr) {
+        std::printf("records in pools of more than 64 GiB: not tested, no memory of 80 GiB\n");
+        return;
+    }
+    for (const int heads : {16, 100}) {
+        check_places<v3<records_of<record_layout_number("mla-656")>, 64>>(r, heads, pool, bytes);
+        check_places<cuda::latent_pair<records_of<record_layout_number("mla-584")>, 448, 64, 512, 64>>(
+            r, heads, pool, bytes);
+    }
+#ifdef __CUDACC__
+    CUDA_OK(cudaFree(pool));
+#else
+    munmap(pool, bytes);
+#endif
 }
 
 template <class Quantized, class Window>
@@ -182,8 +235,6 @@ void check_format(const char* name, const char* kernel, unsigned seed) {
     std::printf("%s: relative error %.2g\n", name, worst);
 }
 
-template <class Scheme, int PageTokens, class Last = full<float16>>
-using v3 = cuda::latent_pair<Scheme, 512, 64, 512, PageTokens, Last>;
 using affine4 = affine<4, per_token<128>>;
 using affine4_g96 = affine<4, per_token<96>>;  // the last group has 32 of 512 channels
 
@@ -229,6 +280,7 @@ int main() {
                  cuda::latent_pair<full<bfloat16>, 40, 8, 40, 32>>("kivi-4-g32-ref8x8, few channels", plain,
                                                                    3);
     check_places<cuda::latent_pair<records_of<record_layout_number("mla-288")>, 512, 0, 512, 16>>(r);
+    check_large_pool(r);
     check_format<v3<records_of<record_layout_number("mla-656")>, 64>, v3<full<bfloat16>, 64>>("mla-656",
                                                                                               tiles, 8);
     check_format<cuda::latent_pair<records_of<record_layout_number("mla-584")>, 448, 64, 512, 64>,

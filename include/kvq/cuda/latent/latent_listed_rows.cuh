@@ -103,8 +103,8 @@ struct listed_rows {
 
     __device__ __forceinline__ static int first_octet(int cut) { return Cuts == 1 ? 0 : cut * octets; }
     /// block: where the page begins; `own` is that of `tokens`.
-    __device__ __forceinline__ static tokens find(const std::byte*, const std::byte* block, int place,
-                                                  unsigned own, int lane, int cut, int) {
+    __device__ __forceinline__ static tokens find(const std::byte* block, int place, unsigned own, int cut,
+                                                  int lane) {
         const int in_page = place % page;
         const std::byte* const at = block + Offset;
         tokens of;
@@ -239,12 +239,17 @@ __device__ __forceinline__ void fetch_listed(Rows& rows, const typename Rows::to
 }
 template <int Batch, class Rows>
 requires requires(Rows r) { r.scale; }
-__device__ __forceinline__ void fetch_listed(Rows& rows, const typename Rows::tokens& of, int, int lane) {
-    if (of.own == 0) return;
+__device__ __forceinline__ void fetch_places(Rows& rows, const typename Rows::places& at, int lane) {
     static_for<Rows::held>([&](auto number) {
         constexpr int step = Batch * Rows::held + decltype(number)::value;
-        if constexpr (step < Rows::steps) rows.template fetch<step>(of, lane);
+        if constexpr (step < Rows::steps) rows.template fetch<step>(at, lane);
     });
+}
+template <int Batch, class Rows>
+requires requires(Rows r) { r.scale; }
+__device__ __forceinline__ void fetch_listed(Rows& rows, const typename Rows::tokens& of, int first,
+                                             int lane) {
+    if (of.own != 0) fetch_places<Batch>(rows, Rows::template find_batch<Batch>(of, first, lane), lane);
 }
 /// Stores all octets, of which the first batch has been asked for, and asks for that of the next tile. to:
 /// of the first token and channel of the cut. Whole: anything in rows of other tokens, too.
@@ -314,11 +319,11 @@ __device__ __forceinline__ void store_listed(Rows& rows, const typename Rows::to
             for (int k = 0; k < 4; ++k) word[i][k] = rows.word[i][k];
             scale[i] = rows.scale[i];
         }
+        constexpr int behind = batch + 1 < batches ? batch + 1 : 0;
+        const typename Rows::tokens& of = behind > 0 ? now : next;
+        const auto at_next = Rows::template find_batch<behind>(of, first, lane);  // before the wait
         wait_for(any_word(rows));
-        if constexpr (batch + 1 < batches)
-            fetch_listed<batch + 1>(rows, now, first, lane);
-        else
-            fetch_listed<0>(rows, next, first, lane);
+        if (of.own != 0) fetch_places<behind>(rows, at_next, lane);
         static_for<Rows::held>([&](auto one) {
             constexpr int i = decltype(one)::value, step = batch * Rows::held + i;
             if constexpr (step < Rows::steps) {
@@ -417,8 +422,8 @@ struct listed_sixteen {
     __device__ __forceinline__ tokens find(const listed_token& token) const {
         tokens of{token, {}, {}};
         if (const unsigned own = own_of<0>(token); own != 0) {
-            of.first = find_part<0, first_rows>(token, own, share * first_rows::steps);
-            if constexpr (two) of.second = find_part<0, second_rows>(token, own, second_step<0>());
+            of.first = find_part<0, first_rows>(token, own);
+            if constexpr (two) of.second = find_part<0, second_rows>(token, own);
         }
         return of;
     }
@@ -505,12 +510,16 @@ private:
     }
     /// In place of a token that is not of this part any other one is read, so that there are no branches.
     template <int I, class Rows>
-    __device__ __forceinline__ typename Rows::tokens find_part(const listed_token& token, unsigned own,
-                                                               int step) const {
+    __device__ __forceinline__ typename Rows::tokens find_part(const listed_token& token,
+                                                               unsigned own) const {
         const bool is_own = token.part == I;
         const auto& cache = get<I>(args.parts).cache;
-        return Rows::find(cache.key_pages, cache.key_block(is_own ? token.page : 0, 0),
-                          is_own ? token.in_page : 0, own, lane, Cuts == 1 ? 0 : cut, step);
+        const std::byte* const block = cache.key_block(is_own ? token.page : 0, 0);
+        const int in_page = is_own ? token.in_page : 0, of_cut = Cuts == 1 ? 0 : cut;
+        if constexpr (token_record_scheme<typename pair_of<I>::keys>)
+            return Rows::find(block, in_page, own, of_cut);
+        else
+            return Rows::find(block, in_page, own, of_cut, lane);
     }
     template <int I>
     __device__ __forceinline__ void store_part(const listed_token& token, std::uint32_t to) const {
@@ -528,7 +537,7 @@ private:
     __device__ __forceinline__ void read(const listed_token& token, unsigned own, std::uint32_t to, int step,
                                          int of_cut) const {
         Rows others;
-        const typename Rows::tokens of = find_part<I, Rows>(token, own, step);
+        const typename Rows::tokens of = find_part<I, Rows>(token, own);
         fetch_listed<0>(others, of, step, lane);
         store_listed<false>(others, of, {}, to, 16 * number, step, lane, of_cut);
     }

@@ -212,35 +212,46 @@ struct listed_records {
     static constexpr int cut_bytes = all_channels * own_words / 2, cut_scales = all_channels / word_channels;
     static_assert(Wide || Cuts * cut_bytes <= reader::row_bytes);  // what is read
 
-    /// Places in the pages from `pages` on, in units of 16 and of 4 bytes.
+    /// Of a lane's token; lanes i and 16 + i have the same. Addresses: pools have more than 2^32 words.
     struct tokens {
         unsigned own = 0;  // bit i: token i is of this part
-        const std::byte* pages = nullptr;
-        int scales_at = 0;  // words behind the numbers of the cut
-        unsigned row[own_tokens] = {}, scales[reader::behind ? own_tokens : 1] = {};
+        int scales = 0;    // words from `row` to its scales
+        std::uintptr_t row = 0;
+    };
+    /// The same for the steps of a batch.
+    struct places {
+        int scales[held == 0 ? 1 : held];
+        std::uintptr_t row[held == 0 ? 1 : held];
     };
     std::uint32_t word[held == 0 ? 1 : held][octet_words] = {}, scale[held == 0 ? 1 : held] = {};
 
-    /// block: of the lane's token, lanes i and 16 + i have the same. first: step of the warp.
-    __device__ __forceinline__ static tokens find(const std::byte* pages, const std::byte* block, int place,
-                                                  unsigned own, int lane, int cut, int first) {
+    /// block: of the lane's token.
+    __device__ __forceinline__ static tokens find(const std::byte* block, int place, unsigned own, int cut) {
         const int in_page = place % Pair::page_tokens;
         tokens of;
         of.own = own;
-        of.pages = pages;
-        of.scales_at = (reader::scales_at - cut * cut_bytes) / 4 + cut * cut_scales;
-        const auto row = static_cast<unsigned>((block + in_page * reader::row_bytes - pages) >> 4);
-        [[maybe_unused]] const auto scales =
-            static_cast<unsigned>((block + reader::scales_at + in_page * reader::scales_step - pages) >> 2);
-#pragma unroll
-        for (int j = 0; j < own_tokens; ++j) {
-            of.row[j] = __shfl_sync(0xffffffffu, row, token_of(first, j, lane)) +
-                        static_cast<unsigned>((Wide ? reader::wide_at : cut * cut_bytes) / 16);
-            if constexpr (reader::behind && !Wide)
-                of.scales[j] = __shfl_sync(0xffffffffu, scales, token_of(first, j, lane)) +
-                               static_cast<unsigned>(cut * cut_scales);
-        }
+        of.row = reinterpret_cast<std::uintptr_t>(block) +
+                 static_cast<unsigned>(in_page * reader::row_bytes + (Wide ? 0 : cut * cut_bytes));
+        of.scales = (reader::scales_at - cut * cut_bytes) / 4 + cut * cut_scales;
+        if constexpr (reader::behind) of.scales += in_page * ((reader::scales_step - reader::row_bytes) / 4);
         return of;
+    }
+    /// first: step of the warp.
+    template <int Batch>
+    __device__ __forceinline__ static places find_batch(const tokens& of, int first, int lane) {
+        places at;
+        static_for<held>([&](auto number) {
+            constexpr int i = decltype(number)::value, step = Batch * held + i, j = step / per_token;
+            if constexpr (i > 0 && step % per_token != 0) {
+                at.row[i] = at.row[i - 1], at.scales[i] = at.scales[i - 1];
+            } else if constexpr (step < steps) {
+                at.row[i] = __shfl_sync(0xffffffffu, of.row, token_of(first, j, lane));
+                at.scales[i] = of.scales;
+                if constexpr (reader::behind && !Wide)
+                    at.scales[i] = __shfl_sync(0xffffffffu, of.scales, token_of(first, j, lane));
+            }
+        });
+        return at;
     }
     /// Brings a record to the second-level cache.
     __device__ __forceinline__ static void prefetch(const std::byte* block, int place) {
@@ -259,19 +270,14 @@ struct listed_records {
         return (lane % 8 + 8 * (Step % per_token)) * octets;
     }
     template <int Step>
-    __device__ __forceinline__ void fetch(const tokens& of, int lane) {
-        constexpr int i = Step % held, j = Step / per_token, k = Step % per_token;
-        const auto* const row = reinterpret_cast<const uint4*>(of.pages) + of.row[j];
+    __device__ __forceinline__ void fetch(const places& of, int lane) {
+        constexpr int i = Step % held, k = Step % per_token;
+        const auto* const row = reinterpret_cast<const uint4*>(of.row[i]) + (Wide ? reader::wide_at / 16 : 0);
         const uint4 v = fetch_16(row + lane % 8 + 8 * k);
         word[i][0] = v.x, word[i][1] = v.y, word[i][2] = v.z, word[i][3] = v.w;
-        if constexpr (!Wide) {
-            const int number = first_octet<Step>(lane) * 8 / word_channels;
-            if constexpr (reader::behind)
-                scale[i] =
-                    fetch_word(reinterpret_cast<const std::uint32_t*>(of.pages) + of.scales[j] + number);
-            else
-                scale[i] = fetch_word(reinterpret_cast<const std::uint32_t*>(row) + (of.scales_at + number));
-        }
+        if constexpr (!Wide)
+            scale[i] = fetch_word(reinterpret_cast<const std::uint32_t*>(row) +
+                                  (of.scales[i] + first_octet<Step>(lane) * 8 / word_channels));
     }
     /// Lanes begin with different octets, so that eight of them store to all banks.
     __device__ __forceinline__ static int turn(int lane) {
