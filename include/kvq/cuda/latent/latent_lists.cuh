@@ -18,8 +18,7 @@
 // Formats with parameters per channel are read one number at a time: a token of a page would cost the
 // parameters of all channels.
 // Contract: as attend_latents(), with lists as in decode/listed_pages.cuh; a row without listed tokens is
-// zero. The same bits on every run. Pages of records lie within 64 GB of the first one, those with scales
-// behind the rows of a page (mla-584) within 16 GB: places are 32 bits.
+// zero. The same bits on every run.
 #pragma once
 
 #include "latent.cuh"
