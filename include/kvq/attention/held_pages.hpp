@@ -80,7 +80,7 @@ struct held_pages {
             if (s == 0.0f) return 0.0f;
             const float known = larger(floors[i], maxima[i] + std::log2(sums[i]));
             // No weight is rounded to none: a budget of 0 leaves every bit as it was.
-            return larger(s * std::exp2(max[j * rows + i] - known), std::numeric_limits<float>::min());
+            return larger(s * std::exp2(max[j * rows + i] - known), (std::numeric_limits<float>::min)());
         };
         for (int j = 0; j < count; ++j) {
             float largest = 0.0f;
