@@ -13,7 +13,7 @@
 
 #include "../../core/row_place.hpp"
 #include "../../schemes/row_layout.hpp"
-#include "row_kernels.hpp"
+#include "row_codes.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
 
