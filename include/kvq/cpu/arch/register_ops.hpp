@@ -43,8 +43,9 @@
 //                                             e4m3 times 2^-8, even ones in v[0]; NaN is 480
 //     load_e4m3_words(p, v), turn_e4m3(two, v)     rows/row_scales.hpp: as load_e4m3, byte k of words in
 //                                                  v[k]; byte k of 16 rows of 8 bytes
-//     multiplies_pairs, dot_pairs, lookup_128, interleave_bytes, interleave_words     rows/row_pairs.hpp:
-//                                             products of bfloat16, if the CPU has them; bytes of a table
+//     runs_pairs, multiplies_pairs, dot_pairs, lookup_128, interleave_bytes, interleave_words
+//                                             rows/row_pairs.hpp: products of bfloat16, if the CPU has
+//                                             them, and if they are fast; bytes of a table
 //     load_parts(p, behind), turn_sixteen, turn_thirty_two, high_low_pairs, sum_lanes, lookup(a, b, index)
 //                                             rows/row_codes.hpp: two or four equal parts, at p and as many
 //                                             bytes behind it; bytes of four rows in words

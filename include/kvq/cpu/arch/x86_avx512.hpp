@@ -80,11 +80,14 @@ struct register_ops<Arch> {
         __asm__("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(__m512i(a)), "v"(__m512i(x)));
         return sum;
     }
-    /// Has this CPU dot_pairs and lookup_128, which are written as assembly, and is it fast? On Intel's CPUs
-    /// products of pairs take longer than those of floats (kernels 1.7 times, a Xeon with AMX).
+    /// Has this CPU dot_pairs and lookup_128, which are written as assembly?
+    static bool runs_pairs() requires(std::derived_from<Arch, avx512vnni>) {
+        return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
+    }
+    /// And are they fast? On Intel's CPUs products of pairs take longer than those of floats (kernels 1.7 times,
+    /// a Xeon with AMX).
     static bool multiplies_pairs() requires(std::derived_from<Arch, avx512vnni>) {
-        return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512bf16") &&
-               __builtin_cpu_supports("avx512vbmi");
+        return __builtin_cpu_is("amd") && runs_pairs();
     }
     /// acc plus the products of pairs of bfloat16.
     static KVQ_INLINE floats dot_pairs(floats acc, ints a, ints b) {
