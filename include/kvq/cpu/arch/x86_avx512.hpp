@@ -84,8 +84,8 @@ struct register_ops<Arch> {
     static bool runs_pairs() requires(std::derived_from<Arch, avx512vnni>) {
         return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
     }
-    /// And are they fast? On Intel's CPUs products of pairs take longer than those of floats (kernels 1.7 times,
-    /// a Xeon with AMX).
+    /// And are they fast? On Intel's CPUs products of pairs take longer than those of floats (kernels of a
+    /// Xeon with AMX 1.7 times as long).
     static bool multiplies_pairs() requires(std::derived_from<Arch, avx512vnni>) {
         return __builtin_cpu_is("amd") && runs_pairs();
     }
