@@ -484,33 +484,25 @@ TEST_CASE_TEMPLATE("rows as codes: parts, bytes of four rows, words as high and 
         for (int h = 0; h < 2; ++h)
             check_turned(sums, bytes_of(v[h]), [&](int k) { return k / 8 * 16 + 8 * h + k % 8; });
 
-        std::byte scales[bytes];
-        for (auto& x : scales) x = static_cast<std::byte>(f.random.between(0, 255));
-        typename L::floats of_scales[4];
-        L::load_e4m3_words(scales, of_scales);
-        for (int k = 0; k < 4; ++k) {
-            float out[L::width];
-            L::store_floats(out, of_scales[k]);
-            for (int i = 0; i < L::width; ++i) {
-                const auto code = static_cast<std::uint8_t>(scales[4 * i + k]);
-                const float x = static_cast<float>(kvq::e4m3::from_bits(code));
-                REQUIRE(256.0f * out[i] == ((code & 127) == 127 ? (code == 127 ? 480.0f : -480.0f) : x));
+        // e4m3 times 2^-8: of `count` vectors, lane i of vector k is byte k of row i.
+        const auto check_scales = [](const typename L::floats* of, int count, const std::byte* codes) {
+            for (int k = 0; k < count; ++k) {
+                float out[L::width];
+                L::store_floats(out, of[k]);
+                for (int i = 0; i < L::width; ++i) {
+                    const auto code = static_cast<std::uint8_t>(codes[count * i + k]);
+                    const float x = static_cast<float>(kvq::e4m3::from_bits(code));
+                    REQUIRE(256.0f * out[i] == ((code & 127) == 127 ? (code == 127 ? 480.0f : -480.0f) : x));
+                }
             }
-        }
-        // 16 rows of 8 bytes.
-        const auto eights = random_bytes(2 * bytes);
-        const typename L::ints two[2] = {L::load(eights.data()), L::load(eights.data() + bytes)};
-        typename L::floats of_eights[8];
-        L::turn_e4m3(two, of_eights);
-        for (int k = 0; k < 8; ++k) {
-            float out[L::width];
-            L::store_floats(out, of_eights[k]);
-            for (int i = 0; i < L::width; ++i) {
-                const auto code = static_cast<std::uint8_t>(eights[static_cast<std::size_t>(8 * i + k)]);
-                const float x = static_cast<float>(kvq::e4m3::from_bits(code));
-                REQUIRE(256.0f * out[i] == ((code & 127) == 127 ? (code == 127 ? 480.0f : -480.0f) : x));
-            }
-        }
+        };
+        const auto scales = random_bytes(2 * bytes);
+        const typename L::ints two[2] = {L::load(scales.data()), L::load(scales.data() + bytes)};
+        typename L::floats of_four[4], of_eight[8];
+        L::load_e4m3_words(scales.data(), of_four);
+        check_scales(of_four, 4, scales.data());
+        L::turn_e4m3(two, of_eight);
+        check_scales(of_eight, 8, scales.data());
 
         std::vector<float> numbers;
         for (int k = 0; k < 4 * L::width; ++k)
