@@ -52,7 +52,7 @@ ALLOWED = {
     "cpu/parameter_sections": CODES | {"cpu", "cpu/kernel_table"},
     "cpu/channel_kernels": CODES | {"cpu/quantize", "cpu/dequantize", "cpu/transformed"},
     "cpu/group_kernels": CODES | {"cpu/kernel_table", "cpu/quantize", "cpu/dequantize", "cpu/transformed"},
-    "cpu/rows": CODES,
+    "cpu/rows": CODES | {"cpu"},
     "cpu/float_rows": CODES | {"cpu", "cpu/kernel_table", "cpu/product", "cpu/rows", "cpu/transformed", "cpu/window"},
     "cpu/block_product": CODES | {"cpu/float_rows", "cpu/kernel_table", "cpu/product", "cpu/rows", "cpu/window"},
     "cpu/describe": KERNELS | {"cpu"},

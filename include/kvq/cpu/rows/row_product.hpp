@@ -91,7 +91,8 @@ public:
                                            operands_of(i, workspace), decoded);
         if constexpr (has_pairs<Lanes>) {
             if (!by_pairs_) return;
-            pairs_are_finite(workspace) = std::byte{all_finite_rows<Lanes>(to, n_ * padded_, 1)};
+            pairs_are_finite(workspace) = std::byte{
+                all_finite<Lanes>(to, static_cast<std::size_t>(n_) * static_cast<std::size_t>(padded_), 1)};
             for (int i = 0; i < n_; i += row_key_operands)
                 begin_pair_operands<Lanes>(
                     x + i * x_stride, x_stride, detail::smaller(n_ - i, row_key_operands), dim_,
@@ -262,7 +263,7 @@ private:
                          std::byte* workspace) const {
         if constexpr (multiplies_codes<Lanes>) {
             if (!p.by_codes) return false;
-            if (!all_finite_rows<Lanes>(w, p.pass.tokens, 0, n_, w_stride)) return false;
+            if (!all_finite<Lanes>(w, static_cast<std::size_t>(p.pass.tokens), 0, n_, w_stride)) return false;
             auto& weights = *reinterpret_cast<code_weight_space*>(workspace + weights_);
             auto* const sums = reinterpret_cast<float*>(workspace);
             const bool nibbles = codes_of_layout_.of_nibbles, sixteens = layout_.channels == 16;
@@ -327,7 +328,8 @@ private:
     bool values_by_pairs(const prepared& p, const float* w, std::ptrdiff_t w_stride,
                          std::byte* workspace) const {
         if constexpr (has_pairs<Lanes>) {
-            if (!by_pairs_ || !all_finite_rows<Lanes>(w, p.pass.tokens, 1, n_, w_stride)) return false;
+            if (!by_pairs_ || !all_finite<Lanes>(w, static_cast<std::size_t>(p.pass.tokens), 1, n_, w_stride))
+                return false;
             auto* const sums = reinterpret_cast<float*>(workspace);
             for (int i = 0; i < n_; i += row_key_operands) {
                 const int count = detail::smaller(n_ - i, row_key_operands);

@@ -13,6 +13,7 @@
 
 #include "../../core/row_place.hpp"
 #include "../../schemes/row_layout.hpp"
+#include "../special_values.hpp"
 #include "row_codes.hpp"
 
 namespace kvq { inline namespace KVQ_TAGGED { namespace kernels {
@@ -25,26 +26,6 @@ std::uint32_t any_bits(typename Lanes::ints a) {
     for (const std::uint32_t w : words) all |= w;
     return all;
 }
-/// Are 2^power * x, of rows of n? power: 0 or more.
-template <class Lanes>
-bool all_finite_rows(const float* x, int n, int power = 0, int rows = 1, std::ptrdiff_t stride = 0) {
-    constexpr int width = Lanes::width;
-    // The exponent of those that are not reaches the sign.
-    const std::uint32_t least = static_cast<std::uint32_t>(power + 1) << 23;
-    const auto magnitude = Lanes::splat(0x7fffffff), to_sign = Lanes::splat(static_cast<std::int32_t>(least));
-    auto found = Lanes::splat(0);
-    std::uint32_t rest = 0;
-    for (int r = 0; r < rows; ++r, x += stride) {
-        int i = 0;
-        for (; i + width <= n; i += width)
-            found = Lanes::bit_or(
-                found,
-                Lanes::add(Lanes::bit_and(Lanes::as_ints(Lanes::load_floats(x + i)), magnitude), to_sign));
-        for (; i < n; ++i) rest |= (detail::bit_cast<std::uint32_t>(x[i]) & 0x7fffffffu) + least;
-    }
-    return (any_bits<Lanes>(found) | rest) >> 31 == 0;
-}
-
 /// 2^(code - 127); the code 255 is NaN.
 template <class Lanes>
 typename Lanes::floats powers_of_two(typename Lanes::ints codes) {
@@ -83,8 +64,11 @@ public:
     }
     /// Are 2^power times them?
     bool finite(const float* scales, int tokens, int power) const {
-        return turned_ ? all_finite_rows<Lanes>(scales, tokens, power, groups_, tokens_of_pass)
-                       : all_finite_rows<Lanes>(scales, tokens * line_, power);
+        return turned_
+                   ? all_finite<Lanes>(scales, static_cast<std::size_t>(tokens), power, groups_,
+                                       tokens_of_pass)
+                   : all_finite<Lanes>(
+                         scales, static_cast<std::size_t>(tokens) * static_cast<std::size_t>(line_), power);
     }
 
     /// Collects the scales of all tokens, then converts vectors of them. True: 2^31 times each is finite.
@@ -231,15 +215,14 @@ private:
             for (int t = 0; t < tokens; t += width)
                 for (int k = 0; k < here; k += 2) {
                     const auto words = Lanes::load(bits + k / 2 * half + 4 * t);
-                    found = Lanes::bit_or(found, Lanes::add(Lanes::bit_and(words, Lanes::splat(0x7fff7fff)),
-                                                            Lanes::splat(0x04000400)));
+                    found = Lanes::bit_or(found, special_values<Lanes, float16>::marks(words));
                     float* const two = to + k * tokens_of_pass + t;
                     Lanes::store_floats(two, Lanes::template halves<float16, 0>(words));
                     if (k + 1 < here)
                         Lanes::store_floats(two + tokens_of_pass, Lanes::template halves<float16, 1>(words));
                 }
         }
-        return (any_bits<Lanes>(found) & 0x80008000u) == 0;
+        return !special_values<Lanes, float16>::any(found);
     }
 
     row_layout layout_;
